@@ -1,0 +1,1 @@
+"""silverspoon_ray"""
