@@ -1,1 +1,1 @@
-
+"""Models: where they come from and what they look like without weights."""

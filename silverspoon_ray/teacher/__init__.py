@@ -1,1 +1,1 @@
-
+"""The teacher, wherever it runs."""

@@ -1,0 +1,107 @@
+"""Answers as bytes and back, without a copy where memory allows it.
+
+A tensor pickled as such moves through Ray's object store at a fraction of the speed of a NumPy array, whose memory
+goes out of band. So every tensor travels as a one-dimensional view of its bytes, with dtype and shape beside it: any
+dtype, bit-exact, two bytes for a bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from silverspoon_ray.teacher.protocol import TeacherOutput, map_tensors
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Stands for a tensor in an encoded value.
+
+    Attributes:
+        index: which buffer holds its bytes.
+        dtype: name of the torch dtype, without the ``torch.``.
+        shape: its shape.
+    """
+
+    index: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Encoded:
+    """A value whose tensors were taken out.
+
+    Attributes:
+        value: the value with a :class:`TensorSpec` in place of every tensor.
+        buffers: the tensors' bytes, ``uint8``, one-dimensional.
+    """
+
+    value: Any
+    buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def encode(value: Any, wire_dtype: torch.dtype | None = None) -> Encoded:
+    """Take the tensors out of nested tuples, lists and mappings.
+
+    Args:
+        value: the value; tensors on any device, contiguous or not.
+        wire_dtype: floating-point tensors are cast to it first; None: bit-exact.
+    """
+    encoded = Encoded(None)
+
+    def take(tensor: torch.Tensor) -> TensorSpec:
+        if wire_dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(wire_dtype)
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        encoded.buffers.append(flat.view(torch.uint8).numpy())
+        return TensorSpec(len(encoded.buffers) - 1, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    encoded.value = map_tensors(take, value)
+    return encoded
+
+
+def decode(encoded: Encoded) -> Any:
+    """Put the tensors back, as views of the buffers.
+
+    The views of a buffer that came out of the object store share their memory with every other reader on the node.
+    They must only be read; whoever hands them to code that may write, clones them first.
+    """
+
+    def put(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            return _view(encoded.buffers[value.index], getattr(torch, value.dtype), value.shape)
+        if isinstance(value, dict):
+            return {key: put(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(put(item) for item in value)
+        return value
+
+    return put(encoded.value)
+
+
+def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None) -> Encoded:
+    return encode({"logits": output.logits, "outputs": output.outputs, "inputs": output.inputs}, wire_dtype)
+
+
+def decode_output(encoded: Encoded) -> TeacherOutput:
+    """The answer, borrowed: see :func:`decode`."""
+    return TeacherOutput(**decode(encoded), borrowed=True)
+
+
+def _view(buffer: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if buffer.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    # torch warns about every read-only NumPy array that it wraps, and a warning filter would be global state. A
+    # ctypes array over the same address does not say that it is read-only; it keeps the real owner alive.
+    raw = (ctypes.c_byte * buffer.nbytes).from_address(buffer.ctypes.data)
+    raw._owner = buffer  # type: ignore[attr-defined]
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).view(shape)

@@ -1,0 +1,177 @@
+"""The student's end of the line to a teacher group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from torch import nn
+
+from silverspoon_ray.cluster.codec import Encoded, decode_output, encode
+from silverspoon_ray.cluster.worker import describe_batch
+from silverspoon_ray.errors import ConfigError, TeacherError
+from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+
+
+class TeacherHandle:
+    """A teacher group, as seen by a student: picklable, and accepted as ``teacher_model`` by every distiller.
+
+    Args:
+        workers: the replicas' actors.
+        timeout_s: the limit of every wait; a replica that restarts must have loaded its model by then.
+    """
+
+    dedicated = True
+
+    def __init__(self, workers: Sequence[Any], timeout_s: float) -> None:
+        self.workers = list(workers)
+        self.timeout_s = timeout_s
+        self._reset()
+
+    def _reset(self) -> None:
+        self._structure: nn.Module | None = None
+        self._outstanding: list[set[ray.ObjectRef]] = [set() for _ in self.workers]
+        self._last_used = [0] * len(self.workers)
+        self._submitted = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"workers": self.workers, "timeout_s": self.timeout_s}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    @property
+    def structure(self) -> nn.Module:
+        """The teacher's model on the meta device."""
+        if self._structure is None:
+            self._structure = get(self.workers[0].structure.remote(), self.timeout_s, "the teacher's structure")
+        assert self._structure is not None
+        return self._structure
+
+    def open(self, request: TeacherRequest) -> RemoteStream:
+        return RemoteStream(self, request)
+
+    def forward(
+        self,
+        batch: Mapping[str, Any],
+        logits: str | None = "full",
+        outputs: Sequence[str] = (),
+        inputs: Sequence[str] = (),
+        device: Any = None,
+    ) -> TeacherOutput:
+        """One batch, asked for and waited for.
+
+        Args:
+            batch: keyword arguments of the teacher's forward.
+            logits: ``"full"``, or None for none.
+            outputs, inputs: dotted module names whose outputs, or first tensor inputs, are wanted.
+            device: where the tensors shall be; None: the CPU.
+
+        Returns:
+            tensors in memory of their own, free to be written to.
+
+        Raises:
+            TeacherError: the teacher failed or did not answer in time.
+        """
+        if logits not in ("full", None):
+            raise ConfigError("logits", logits, '"full" or None')
+        request = TeacherRequest(logits=logits, outputs=tuple(outputs), inputs=tuple(inputs))
+        answer = self.open(request).submit(batch).result()
+        return answer.owned() if device is None else answer.owned().map(lambda tensor: tensor.to(device))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Per replica: rank, pid, node, forwards, bytes sent, seconds busy. Counts begin anew when a replica restarts."""
+        return [get(worker.stats.remote(), self.timeout_s, "the teacher's stats") for worker in self.workers]
+
+    def send(self, batch: Encoded, request: TeacherRequest) -> tuple[ray.ObjectRef, int, int]:
+        """Submit to the least loaded replica; the one unused for longest where several are.
+
+        Returns:
+            the answer's reference, the replica's rank, the batch's number.
+        """
+        if len(self.workers) > 1:
+            for outstanding in self._outstanding:
+                if outstanding:
+                    done, _ = ray.wait(list(outstanding), num_returns=len(outstanding), timeout=0, fetch_local=False)
+                    outstanding.difference_update(done)
+        rank = min(range(len(self.workers)), key=lambda r: (len(self._outstanding[r]), self._last_used[r]))
+        self._submitted += 1
+        self._last_used[rank] = self._submitted
+        ref = self.workers[rank].forward.remote(batch, request, self._submitted)
+        if len(self.workers) > 1:
+            self._outstanding[rank].add(ref)
+        return ref, rank, self._submitted
+
+    def finished(self, ref: ray.ObjectRef, rank: int) -> None:
+        """The answer has been fetched; its reference is not to be kept alive for counting."""
+        self._outstanding[rank].discard(ref)
+
+
+class RemoteStream:
+    """Batches to a teacher group."""
+
+    def __init__(self, handle: TeacherHandle, request: TeacherRequest) -> None:
+        self.handle = handle
+        self.request = request
+
+    def submit(self, batch: Mapping[str, Any]) -> RemoteAnswer:
+        encoded = encode(dict(batch))
+        ref, rank, number = self.handle.send(encoded, self.request)
+        return RemoteAnswer(self.handle, ref, rank, describe_batch(encoded, number))
+
+
+class RemoteAnswer:
+    """An answer that a replica is computing."""
+
+    def __init__(self, handle: TeacherHandle, ref: ray.ObjectRef, rank: int, batch: str) -> None:
+        self.handle = handle
+        self.rank = rank
+        self.batch = batch
+        self.nbytes = 0
+        self._ref: ray.ObjectRef | None = ref
+
+    def result(self) -> TeacherOutput:
+        """Wait for the answer: views of the object store's memory, to be read only."""
+        assert self._ref is not None, "the answer was cancelled"
+        encoded = get(self._ref, self.handle.timeout_s, "the teacher's answer", self.rank, self.batch)
+        self._forget()
+        self.nbytes = encoded.nbytes
+        return decode_output(encoded)
+
+    def cancel(self) -> None:
+        if self._ref is not None:
+            try:
+                ray.cancel(self._ref)
+            except (RayError, ValueError, TypeError):
+                pass  # it has finished, or the teacher is gone: nobody waits for it either way
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._ref is not None:
+            self.handle.finished(self._ref, self.rank)
+            self._ref = None
+
+
+def get(ref: ray.ObjectRef, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:
+    """``ray.get`` with a limit, and with errors that say what was waited for.
+
+    Raises:
+        TeacherError: the teacher raised (its own error, with its traceback), died for good, or took too long.
+    """
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, TeacherError):
+            raise cause from None
+        raise TeacherError(f"{what} failed: {cause!r}", rank=rank, batch=batch, remote_traceback=str(error)) from None
+    except GetTimeoutError:
+        raise TeacherError(f"{what} did not come within {timeout_s:g} s", rank=rank, batch=batch) from None
+    except RayActorError as error:
+        reason = f"{what} will not come: the teacher's process died and was not brought back ({error})"
+        raise TeacherError(reason, rank=rank, batch=batch) from None
+    except RayError as error:
+        raise TeacherError(f"{what} was lost: {error}", rank=rank, batch=batch) from None

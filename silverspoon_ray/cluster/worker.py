@@ -1,0 +1,147 @@
+"""One replica of the teacher: the actor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
+from silverspoon_ray.errors import TeacherError
+from silverspoon_ray.models.source import ModelSource, build_model
+from silverspoon_ray.teacher.local import LocalTeacher
+from silverspoon_ray.teacher.protocol import TeacherRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """What a replica needs to build its model, and to build it again after a restart.
+
+    Attributes:
+        source: where the model comes from; a module travels as an object reference instead.
+        module: reference to the module, if the user gave one.
+        load_kwargs: passed to ``from_pretrained``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        threads: threads of a CPU replica.
+    """
+
+    source: ModelSource | None
+    module: ray.ObjectRef | None
+    load_kwargs: Mapping[str, Any]
+    device_type: str
+    threads: int
+
+
+class TeacherWorker:
+    """A replica of the teacher on one device.
+
+    The constructor does nothing that can fail, so that a broken model shows as an error of :meth:`ready` and not as
+    an actor that Ray restarts over and over. The model is loaded when the first call needs it, also after a restart.
+    """
+
+    def __init__(self, spec: TeacherSpec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.teacher: LocalTeacher | None = None
+        self.device = torch.device("cpu")
+        self.forwards = 0
+        self.nbytes = 0
+        self.busy_s = 0.0
+
+    def ready(self) -> dict[str, Any]:
+        """Load the model if need be; says where it runs.
+
+        Raises:
+            TeacherError: the model could not be loaded.
+        """
+        self._loaded()
+        return self.stats()
+
+    def structure(self) -> nn.Module:
+        """The model on the meta device."""
+        return self._loaded().structure
+
+    def forward(self, batch: Encoded, request: TeacherRequest, number: int) -> Encoded:
+        """The answer to one batch.
+
+        Args:
+            batch: the model's keyword arguments.
+            request: what is wanted.
+            number: the student's count of its batches, for messages.
+
+        Raises:
+            TeacherError: with the traceback, this rank and the batch.
+        """
+        teacher = self._loaded()
+        begin = time.perf_counter()
+        try:
+            inputs = decode(batch)
+            # Arguments in the object store are shared memory; models may write to what they are given.
+            moved = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            encoded = encode_output(teacher.answer(moved, request), request.wire_dtype)
+        except Exception as error:
+            raise TeacherError(
+                f"the teacher's forward raised {type(error).__name__}: {error}",
+                rank=self.rank,
+                batch=describe_batch(batch, number),
+                remote_traceback=traceback.format_exc(),
+            ) from None
+        self.forwards += 1
+        self.nbytes += encoded.nbytes
+        self.busy_s += time.perf_counter() - begin
+        return encoded
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since this process started, and where it is."""
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "device": str(self.device),
+            "forwards": self.forwards,
+            "bytes_sent": self.nbytes,
+            "busy_s": self.busy_s,
+        }
+
+    def _loaded(self) -> LocalTeacher:
+        if self.teacher is None:
+            try:
+                self.teacher = LocalTeacher(self._load())
+            except Exception as error:
+                raise TeacherError(
+                    f"the teacher could not be loaded: {type(error).__name__}: {error}",
+                    rank=self.rank,
+                    remote_traceback=traceback.format_exc(),
+                ) from None
+        return self.teacher
+
+    def _load(self) -> nn.Module:
+        if self.spec.device_type == "cuda":
+            self.device = torch.device("cuda", 0)  # Ray shows the actor its own GPU only
+        else:
+            torch.set_num_threads(self.spec.threads)
+        if self.spec.module is not None:
+            model: nn.Module = ray.get(self.spec.module)
+        else:
+            assert self.spec.source is not None
+            model = build_model(self.spec.source, "teacher", **self.spec.load_kwargs)
+        return model.to(self.device).eval()
+
+
+def describe_batch(batch: Encoded, number: int) -> str:
+    """E.g. ``batch 12: input_ids int64[8, 128], attention_mask int64[8, 128]``."""
+    parts = [
+        f"{name} {spec.dtype}{list(spec.shape)}" if hasattr(spec, "dtype") else f"{name}={spec!r}"
+        for name, spec in batch.value.items()
+    ]
+    return f"batch {number}: {', '.join(parts)}"

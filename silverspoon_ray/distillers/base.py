@@ -1,0 +1,462 @@
+"""The part of a distiller that does not depend on what is compared: a Hugging Face Trainer with a teacher."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Trainer
+from transformers.trainer_pt_utils import nested_detach
+from transformers.trainer_utils import EvalLoopOutput
+
+from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
+from silverspoon_ray.distillers.checkpoint import (
+    ARGUMENTS_FILE,
+    PICKLED_ARGUMENTS_FILE,
+    load_data_position,
+    save_data_position,
+    write_json,
+)
+from silverspoon_ray.distillers.masks import PositionRule
+from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
+from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
+from silverspoon_ray.distillers.terms import LossTerm, combine, split_rows, widen_rows
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs
+from silverspoon_ray.teacher.local import LocalTeacher, extract_logits
+from silverspoon_ray.teacher.lookahead import TICKET_KEY, LookaheadLoader, TeacherTraffic, Ticket, Window
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.training_arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+PrepareInputs = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class BaseDistiller(Trainer):
+    """A Hugging Face ``Trainer`` whose student learns from a teacher.
+
+    Subclasses say what is compared: :meth:`distillation_terms` computes it, :meth:`teacher_request` declares what of
+    the teacher it needs. Everything else is Trainer's: autocast, accumulation, DDP, clipping, checkpoints.
+
+    Args:
+        teacher_model: a module (it then runs in this process), or any :class:`~silverspoon_ray.teacher.protocol.Teacher`
+            such as a ``TeacherGroup``'s handle.
+        alignments: pairs of teacher and student modules; for the distillers that compare features.
+        args: the training arguments.
+        train_dataset, eval_dataset: as for ``Trainer``.
+        prepare_teacher_inputs: ``batch -> teacher's keyword arguments``; None: the batch without labels.
+        prepare_student_inputs: ``batch -> student's keyword arguments``; None: the batch.
+        kwargs: further keywords of ``transformers.Trainer``; ``model`` is the student.
+
+    Raises:
+        ConfigError: something cannot work; before the first batch is read.
+    """
+
+    def __init__(
+        self,
+        teacher_model: nn.Module | Teacher,
+        alignments: list[Any] | None = None,
+        args: TrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        prepare_teacher_inputs: PrepareInputs | None = None,
+        prepare_student_inputs: PrepareInputs | None = None,
+        **kwargs: Any,
+    ) -> None:
+        args = args if args is not None else TrainingArguments(output_dir="trainer_output")
+        if not isinstance(args, TrainingArguments):
+            raise ConfigError("args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords")
+        super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+
+        # ---- teacher -------------------------------------------------------------------
+        self.teacher_model = teacher_model
+        self.teacher = self._as_teacher(teacher_model)
+        self.alignments = list(alignments or [])
+        self.prepare_teacher_inputs = prepare_teacher_inputs
+        self.prepare_student_inputs = prepare_student_inputs
+        self.select_teacher_inputs = TeacherInputs(self.teacher.structure, self.label_names)
+        self.teacher_traffic = TeacherTraffic()
+
+        # ---- student and its losses ----------------------------------------------------
+        self.traits = TaskLossTraits(self.model)
+        self.position_rule = PositionRule(args.distill_mask, self._loss_shifts_labels, self.traits.token_level)
+        # The loss comes out of compute_loss as this micro-batch's share of the whole step: nothing is left to divide.
+        self.loss_is_scaled_for_ga = True
+
+        # ---- bookkeeping ---------------------------------------------------------------
+        self.clock = StepClock()
+        self.training_meter = TrainingMeter()
+        self.evaluation_meter = EvaluationMeter()
+        self.data_position: dict[str, Any] | None = None
+        self._resume_position: dict[str, Any] | None = None
+        self._reported_loss: torch.Tensor | None = None
+        self._flops_per_step: int | None = None
+        self.add_callback(self.clock)
+        if args.enable_profiling:
+            where = args.profiling_output_dir or os.path.join(args.output_dir, "profiling")
+            self.add_callback(ProfilerCallback(where))
+        if args.accelerator_config.dispatch_batches is None:
+            # With dispatching one rank would read and cut all batches, and the other ranks' teachers would be asked
+            # too late. Every rank reads the same stream and keeps its own part instead: the same batches.
+            self.accelerator.dataloader_config.dispatch_batches = False
+
+        self.stream = self.teacher.open(self.teacher_request())
+
+    # ---- for subclasses ------------------------------------------------------------------
+
+    def teacher_request(self) -> TeacherRequest:
+        """What is wanted of the teacher for every batch."""
+        wire = self.args.teacher_wire_dtype
+        return TeacherRequest(wire_dtype=getattr(torch, wire) if wire else None)
+
+    def distillation_terms(
+        self, outputs: Any, answer: TeacherOutput, mask: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The distillation losses of one batch, each a mean over what ``mask`` counts (0 where it counts nothing).
+
+        Args:
+            outputs: what the student's forward returned.
+            answer: the teacher's, on the student's device.
+            mask: boolean, see :class:`~silverspoon_ray.distillers.masks.PositionRule`; None: everything counts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it compares")
+
+    # ---- the loss ------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """This micro-batch's share of the optimizer step's loss: (1 - alpha) x distillation + alpha x task.
+
+        Args:
+            model: the student, possibly wrapped.
+            inputs: a batch, on the student's device.
+            return_outputs: also return the student's outputs.
+            num_items_in_batch: labels that count in the whole step. The lookahead has counted them already; this is
+                used for batches that did not come through it.
+        """
+        inputs = dict(inputs)
+        ticket = inputs.pop(TICKET_KEY, None)
+        if ticket is None:
+            ticket = Ticket(soft_items=num_items_in_batch, task_items=num_items_in_batch)
+            ticket.share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
+        outputs, terms = self._loss_terms(model, inputs, ticket, with_task=self.args.alpha > 0)
+        self.data_position = ticket.random_state_after or self.data_position
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        shares = {}
+        for name, term in terms.items():
+            total = ticket.task_items if term.is_task else ticket.soft_items
+            # Ranks are averaged afterwards; a denominator over all ranks has to be undone by their number.
+            shares[name] = ticket.share if total is None else term.count / total * ranks
+            self.training_meter.add(name, term.mean * shares[name])
+        loss = combine(terms, shares, self.args.alpha, self.args.magnitude_aware_weighting)
+        if self.args.magnitude_aware_weighting:
+            self._reported_loss = combine(terms, shares, self.args.alpha, False).detach()
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_terms(
+        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, rows: int | None = None
+    ) -> tuple[Any, dict[str, LossTerm]]:
+        """Student forward, the teacher's answer, and every component as a mean with its count.
+
+        The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
+        for after it has ended.
+        """
+        if ticket.window is None:
+            ticket.window = Window(self.stream, 0, self.teacher_traffic)
+            ticket.teacher_batch = self._teacher_batch(inputs)
+        if self.args.overlap_teacher_forward is not False:
+            ticket.start()
+            outputs, task = self._student_forward(model, inputs, with_task)
+            answer = ticket.answer()
+        else:
+            answer = ticket.answer()
+            outputs, task = self._student_forward(model, inputs, with_task)
+        answer = split_rows(answer, rows) if rows is not None else answer
+        mask = self.position_rule.mask(inputs)
+        count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
+        answer = answer.to(self.args.device)
+        terms = {
+            name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()
+        }
+        del answer
+        ticket.release()
+        if task is not None:
+            terms["hard"] = task
+        return outputs, terms
+
+    def _student_forward(self, model: nn.Module, inputs: dict[str, Any], with_task: bool) -> tuple[Any, LossTerm | None]:
+        """The student's outputs, and its task loss as a mean where it is wanted."""
+        if self.prepare_student_inputs is not None:
+            inputs = self.prepare_student_inputs(dict(inputs))
+        inputs = self._with_decoder_inputs(inputs)
+        if not with_task:
+            return model(**{key: value for key, value in inputs.items() if key not in self._targets}), None
+        count = counted_labels(inputs, self._loss_shifts_labels)
+        if count is None:
+            raise ConfigError("alpha", self.args.alpha, "0 where batches have no `labels` for a task loss")
+        if not self.traits.gives_loss and self.compute_loss_func is None:
+            outputs = model(**{key: value for key, value in inputs.items() if key not in self._targets})
+            loss = cross_entropy(extract_logits(outputs), inputs["labels"])
+        else:
+            # With the batch's own count as denominator the Trainer gives the batch's mean, never 0 / 0.
+            items = count.clamp(min=1) if isinstance(count, torch.Tensor) else count
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+            if self.args.average_tokens_across_devices and (self.model_accepts_loss_kwargs or self.compute_loss_func):
+                loss = loss / (self.accelerator.num_processes // self.get_tp_size())
+        if not self.traits.divides_by_items and isinstance(count, torch.Tensor):
+            loss = torch.where(count > 0, loss, torch.zeros_like(loss))
+        return outputs, LossTerm(loss, count, is_task=True)
+
+    @property
+    def _targets(self) -> frozenset[str]:
+        return NEVER_SENT | frozenset(self.label_names)
+
+    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Encoder-decoder models make the decoder's inputs from the labels; whoever gets no labels needs them made."""
+        student = self.student_model
+        if "labels" not in inputs or "decoder_input_ids" in inputs:
+            return inputs
+        if not getattr(getattr(student, "config", None), "is_encoder_decoder", False):
+            return inputs
+        make = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+        if make is None:
+            return inputs
+        return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
+
+    def _teacher_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        if self.prepare_teacher_inputs is not None:
+            return self.prepare_teacher_inputs(dict(batch))
+        return self.select_teacher_inputs(self._with_decoder_inputs(dict(batch)))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Trainer's step. Under magnitude-aware weighting it returns the unweighted loss, which is what is logged:
+        the weighted one is constant by construction."""
+        if self.args.count_flops and self._flops_per_step is None:
+            with FlopCounterMode(display=False) as counter:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            self._flops_per_step = counter.get_total_flops() * self.args.gradient_accumulation_steps
+        else:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        return self._reported_loss if self._reported_loss is not None else loss
+
+    # ---- data ----------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of the next optimizer step, with what counts in them."""
+        self.clock.start()
+        # Here, because this is the one place that sees every training iterator before its first batch, also the one
+        # that the Trainer makes anew to skip what a resumed run has already seen.
+        if isinstance(epoch_iterator, types.GeneratorType) and (
+            inspect.getgeneratorstate(epoch_iterator) == inspect.GEN_CREATED
+        ):
+            loader = inspect.getgeneratorlocals(epoch_iterator).get("self")
+            if loader is not None:
+                self._install_lookahead(loader, training=True)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._install_lookahead(super().get_eval_dataloader(eval_dataset), training=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._install_lookahead(super().get_test_dataloader(test_dataset), training=False)
+
+    def _install_lookahead(self, loader: Any, training: bool) -> Any:
+        base = getattr(loader, "base_dataloader", None)
+        if base is None or isinstance(base, LookaheadLoader):
+            return loader
+        skip = getattr(loader, "skip_batches", 0)
+        resume_state = self._resume_position if training and skip == 0 else None
+        if training:
+            self._resume_position = None
+        depth = self.args.teacher_prefetch if self.args.overlap_teacher_forward is not False else 0
+        # Ranks that read one stream and keep a part each must draw the same numbers.
+        rank = 0 if isinstance(loader.dataset, IterableDataset) else self.args.process_index
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+
+        def iteration_seed() -> int:
+            # An evaluation draws the same numbers every time, so that two evaluations can be compared.
+            return hash((seed, loader.iteration if training else -1, rank)) % 2**63
+
+        loader.base_dataloader = LookaheadLoader(
+            base,
+            seed=iteration_seed,
+            window=(lambda: Window(self.stream, depth, self.teacher_traffic)) if self.teacher.dedicated else None,
+            teacher_inputs=self._teacher_batch,
+            depth=depth if self.teacher.dedicated else 0,
+            resume_state=resume_state,
+            skip=skip,
+        )
+        return loader
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        """Count what enters the losses of one optimizer step, over its micro-batches and all ranks."""
+        tickets = [batch.get(TICKET_KEY) for batch in batch_samples if isinstance(batch, Mapping)]
+        if not tickets or any(ticket is None for ticket in tickets):
+            return super()._get_num_items_in_batch(batch_samples, device)
+        soft: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
+        task: torch.Tensor | None = soft
+        for batch in batch_samples:
+            mask = self.position_rule.mask(batch)
+            soft = soft + (self.position_rule.positions(batch) if mask is None else mask.sum())
+            labels = counted_labels(batch, self._loss_shifts_labels)
+            task = None if task is None or labels is None else task + labels
+        totals = torch.stack([soft, soft if task is None else task])
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            totals = self.accelerator.gather(totals.unsqueeze(0)).sum(dim=0)
+        totals = totals.clamp(min=1)
+        for ticket in tickets:
+            ticket.soft_items = totals[0]
+            ticket.task_items = None if task is None else totals[1]
+            ticket.share = 1 / len(batch_samples)
+        return None if task is None else totals[1]
+
+    # ---- evaluation ----------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Loss, logits and labels of one evaluation batch; works without labels too."""
+        ticket = inputs.pop(TICKET_KEY, None) or Ticket()
+        inputs = self._prepare_inputs(inputs)
+        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
+        labels = nested_detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
+        rows, real = self._rows(inputs)
+        # Ranks with too few samples repeat some to fill their last batch; those must not count twice.
+        kept = max(real, 1) if real < rows else None
+        counted_inputs = inputs if kept is None else split_rows(inputs, kept, rows)
+        wants_task = self.args.alpha > 0 or self.args.e2e_eval_loss == "forward"
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels, rows=kept)
+        for name, term in terms.items():
+            self.evaluation_meter.add(name, term.mean, term.count if real else 0)
+        loss = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False).detach()
+        if prediction_loss_only:
+            return loss, None, None
+        if isinstance(outputs, Mapping):
+            ignored = ignore_keys
+            if ignored is None:
+                ignored = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or ["cache"]
+            logits: Any = tuple(value for key, value in outputs.items() if key not in [*ignored, "loss"])
+        else:
+            logits = outputs if isinstance(outputs, torch.Tensor) else tuple(outputs)
+        logits = nested_detach(logits)
+        if isinstance(logits, tuple) and len(logits) == 1:
+            logits = logits[0]
+        if isinstance(labels, tuple) and len(labels) == 1:
+            labels = labels[0]
+        return loss, widen_rows(logits, rows) if kept is not None else logits, labels
+
+    def _rows(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows of this evaluation batch, and how many of them are real samples of this rank."""
+        rows = next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 1)
+        state = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return rows, rows
+        return rows, min(max(state.remainder - self.args.process_index * rows, 0), rows)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's loop; the losses it reports are those of the whole set, each component over what it counts."""
+        self.evaluation_meter = EvaluationMeter()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        means = self.evaluation_meter.means(self._reduce_sum)
+        if means:
+            if "hard" in means and self.args.e2e_eval_loss == "forward":
+                output.metrics[f"{metric_key_prefix}_loss/e2e"] = means["hard"]
+            if self.args.alpha == 0:
+                means.pop("hard", None)
+            for name, mean in means.items():
+                output.metrics[f"{metric_key_prefix}_loss/{name}"] = mean
+            terms = {name: LossTerm(torch.tensor(mean), 1, name == "hard") for name, mean in means.items()}
+            total = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False)
+            output.metrics[f"{metric_key_prefix}_loss"] = total.item()
+        return output
+
+    def _reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.args.world_size == 1:
+            return tensor
+        return self.accelerator.gather(tensor.unsqueeze(0).to(self.args.device)).sum(dim=0).cpu()
+
+    # ---- logs and checkpoints ------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Trainer's log, with the components of the loss and what the teacher cost."""
+        if "loss" in logs:
+            seconds, steps = self.clock.take()
+            self.training_meter.steps = steps
+            for name, mean in self.training_meter.take(self.accelerator.gather).items():
+                logs[f"loss/{name}"] = mean
+            if self._flops_per_step is not None:
+                logs["flops/step"] = float(self._flops_per_step)
+                logs["flops/total"] = float(self._flops_per_step * self.state.global_step)
+            traffic = self.teacher_traffic.take()
+            if self.teacher.dedicated and steps:
+                logs["teacher/wait_fraction"] = traffic.wait_s / seconds if seconds > 0 else 0.0
+                logs["teacher/bytes_per_step"] = traffic.nbytes / steps
+                logs["teacher/forwards"] = float(traffic.answers)
+                logs["teacher/cache_hits"] = 0.0
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            directory = Path(output_dir if output_dir is not None else self.args.output_dir)
+            # Trainer pickles the arguments; nothing that we write may need unpickling.
+            (directory / PICKLED_ARGUMENTS_FILE).unlink(missing_ok=True)
+            write_json(directory / ARGUMENTS_FILE, self.args.to_sanitized_dict())
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.data_position is not None:
+            save_data_position(output_dir, self.args.process_index, self.data_position)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._resume_position = load_data_position(checkpoint, self.args.process_index)
+
+    # ---- models --------------------------------------------------------------------------
+
+    @property
+    def student_model(self) -> nn.Module:
+        """The student without DDP, FSDP or compile wrappers."""
+        unwrapped: nn.Module = self.accelerator.unwrap_model(self.model)
+        return unwrapped
+
+    def _as_teacher(self, teacher_model: nn.Module | Teacher) -> Teacher:
+        if isinstance(teacher_model, nn.Module):
+            if self.args.overlap_teacher_forward and self.args.device.type != "cuda":
+                logger.warning(
+                    "overlap_teacher_forward=True has no effect here: a teacher in the student's own process can only "
+                    "run beside it on CUDA. Give it devices of its own with teacher_placement."
+                )
+            if teacher_model is not self.model and self.place_model_on_device:
+                teacher_model.to(self.args.device)
+            return LocalTeacher(teacher_model, overlap=self.args.overlap_teacher_forward is not False)
+        if isinstance(teacher_model, Teacher):
+            return teacher_model
+        raise ConfigError(
+            "teacher_model", type(teacher_model).__name__, "an nn.Module, or the handle of a TeacherGroup"
+        )

@@ -1,0 +1,44 @@
+"""Distillers by name."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from silverspoon_ray.distillers.base import BaseDistiller
+from silverspoon_ray.distillers.response_based import ResponseBasedDistiller
+from silverspoon_ray.errors import ConfigError, NotYetError
+
+DISTILLERS: dict[str, type[BaseDistiller]] = {
+    "response_based": ResponseBasedDistiller,
+    "reskd": ResponseBasedDistiller,
+}
+NOT_YET = ("holistic", "hkd", "blockwise", "bkd")
+
+
+def distiller_class(distiller: str | type[BaseDistiller]) -> type[BaseDistiller]:
+    """The class of that name, or the class itself.
+
+    Raises:
+        ConfigError: an unknown name, or a class that is no distiller.
+        NotYetError: a distiller that is part of the contract but not built yet.
+    """
+    if isinstance(distiller, type) and issubclass(distiller, BaseDistiller):
+        return distiller
+    if distiller in NOT_YET:
+        raise NotYetError("distiller", distiller, 'not built yet, use "response_based"')
+    if not isinstance(distiller, str) or distiller not in DISTILLERS:
+        near = difflib.get_close_matches(str(distiller), [*DISTILLERS, *NOT_YET], n=2)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError("distiller", distiller, f"{hint}one of {', '.join(DISTILLERS)}, or a BaseDistiller subclass")
+    return DISTILLERS[distiller]
+
+
+def Distiller(distiller_type: str, **kwargs: Any) -> BaseDistiller:  # noqa: N802  (the reference's name)
+    """Build the distiller of that name: ``"response_based"`` or ``"reskd"``.
+
+    Args:
+        distiller_type: the name.
+        kwargs: the keywords of that distiller's class.
+    """
+    return distiller_class(distiller_type)(**kwargs)

@@ -1,0 +1,79 @@
+"""Components of a loss: a mean, how much it stands for, and how components become one number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from silverspoon_ray.teacher.protocol import TeacherOutput, map_tensors
+
+Rows = TypeVar("Rows", TeacherOutput, dict[str, Any])
+
+# A component whose value is exactly 0 has no direction to scale; 0 / tiny stays 0 instead of becoming nan.
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One component over one batch.
+
+    Attributes:
+        mean: 0-d, mean over what counts; 0 where nothing does.
+        count: how many positions or samples that is.
+        is_task: it is the student's own loss on the labels, not distillation.
+    """
+
+    mean: torch.Tensor
+    count: torch.Tensor | int
+    is_task: bool = False
+
+
+def combine(
+    terms: Mapping[str, LossTerm],
+    shares: Mapping[str, torch.Tensor | float],
+    alpha: float,
+    magnitude_aware: bool,
+) -> torch.Tensor:
+    """(1 - alpha) x distillation + alpha x task.
+
+    Args:
+        terms: the components.
+        shares: each component's part in the whole optimizer step, multiplied onto its mean.
+        alpha: weight of the task loss, in [0, 1].
+        magnitude_aware: divide each component by its own detached magnitude first, so that alpha weighs directions
+            and not units.
+    """
+    total: torch.Tensor | None = None
+    for name, term in terms.items():
+        value = term.mean
+        if magnitude_aware:
+            value = value / value.detach().abs().clamp(min=_TINY)
+        value = value * shares[name] * (alpha if term.is_task else 1 - alpha)
+        total = value if total is None else total + value
+    assert total is not None, "a distiller gave no loss terms"
+    return total
+
+
+def split_rows(value: Rows, kept: int, rows: int | None = None) -> Rows:
+    """The first ``kept`` samples of a batch or an answer; tensors without a row for each sample pass unchanged."""
+
+    def head(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:kept] if tensor.dim() > 0 and (rows is None or tensor.shape[0] == rows) else tensor
+
+    if isinstance(value, TeacherOutput):
+        return value.map(head)
+    return {key: map_tensors(head, item) for key, item in value.items()}
+
+
+def widen_rows(value: Any, rows: int) -> Any:
+    """Repeat the last sample until there are ``rows``, so that every rank gathers tensors of one shape."""
+
+    def widened(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] >= rows:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(rows - tensor.shape[0], *tensor.shape[1:])])
+
+    return map_tensors(widened, value)

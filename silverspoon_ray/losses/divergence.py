@@ -1,0 +1,297 @@
+"""Divergences between the teacher's and the student's distribution over classes: KL, reverse KL, generalised JSD.
+
+With p_t and p_s the softmaxes of logits / T, per row and times T^2 (Hinton et al. 2015, arXiv:1503.02531, section 2:
+gradients of soft targets shrink with 1/T^2):
+
+- KL(p_t || p_s) = sum p_t (log p_t - log p_s)
+- reverse: KL(p_s || p_t)
+- JSD(beta) = beta KL(p_t || m) + (1 - beta) KL(p_s || m), m = beta p_t + (1 - beta) p_s
+  (Agarwal et al. 2023, arXiv:2306.13649, section 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+
+import torch
+
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.losses.chunks import Rows, chunked_loss, row_sums
+
+# Floor of log-probabilities. A logit of -inf (or of finfo.min over a small temperature) would make 0 * inf = nan of a
+# probability that is exactly zero; at -1e4 the probability is still exactly zero, exp(-1e4) in any dtype, and everything
+# computed from its logarithm is finite, in float16 (up to 65504) too.
+LOG_ZERO = -1e4
+
+
+@dataclass(frozen=True)
+class KLDivergenceLoss:
+    """T^2 KL(teacher || student), or T^2 KL(student || teacher) if ``reverse``, per counted row.
+
+    Attributes:
+        temperature: T, finite and > 0.
+        chunk_size: rows computed at a time, 0 = chosen by size. It bounds the memory and never changes the loss.
+        reverse: which of the two directions.
+
+    Raises:
+        ConfigError: an attribute is out of its range.
+    """
+
+    temperature: float = 1.0
+    chunk_size: int = 0
+    reverse: bool = False
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        _check_chunk_size(self.chunk_size)
+
+    def __call__(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        num_items: int | float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss as a 0-d tensor, float32 (float64 if the student is float64).
+
+        Args:
+            student: logits [..., V], any floating dtype.
+            teacher: logits of the same shape; its dtype may be another.
+            mask: bool [...], the rows that count; None = all. The others may hold anything, even nan.
+            num_items: the denominator; None = the number of counted rows, at least 1. Micro-batches with the
+                denominator of the whole batch add up to its loss.
+
+        Raises:
+            ConfigError: shapes or devices that do not belong together, a mask that is not bool.
+        """
+        kernel, formula = (_reverse_kl, _reverse_kl_formula) if self.reverse else (_kl, _kl_formula)
+        return _divergence(
+            student, teacher, kernel, formula, mask, num_items, float(self.temperature), int(self.chunk_size)
+        )
+
+
+@dataclass(frozen=True)
+class JSDLoss:
+    """T^2 JSD(beta) of teacher and student per counted row; see the module's docstring for the formula.
+
+    Attributes:
+        temperature: T, finite and > 0.
+        beta: weight of the teacher in the mixture, in (0, 1) without the ends.
+        chunk_size: rows computed at a time, 0 = chosen by size. It bounds the memory and never changes the loss.
+
+    Raises:
+        ConfigError: an attribute is out of its range.
+    """
+
+    temperature: float = 1.0
+    beta: float = 0.5
+    chunk_size: int = 0
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if not _is_real(self.beta) or not 0.0 < self.beta < 1.0:
+            raise ConfigError(
+                "beta", self.beta, "must lie between 0 and 1, both excluded; the limits are kl_divergence_loss's"
+            )
+        _check_chunk_size(self.chunk_size)
+
+    def __call__(
+        self,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        num_items: int | float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss as a 0-d tensor; arguments, dtypes and errors as those of `KLDivergenceLoss.__call__`."""
+        beta = float(self.beta)
+        kernel, formula = partial(_jsd, beta=beta), partial(_jsd_formula, beta=beta)
+        return _divergence(
+            student, teacher, kernel, formula, mask, num_items, float(self.temperature), int(self.chunk_size)
+        )
+
+
+def kl_divergence_loss(*, temperature: float = 1.0, chunk_size: int = 0, reverse: bool = False) -> KLDivergenceLoss:
+    """A `KLDivergenceLoss`: T^2 KL(teacher || student) per counted row, or the other direction if ``reverse``."""
+    return KLDivergenceLoss(temperature=temperature, chunk_size=chunk_size, reverse=reverse)
+
+
+def jsd_loss(*, temperature: float = 1.0, beta: float = 0.5, chunk_size: int = 0) -> JSDLoss:
+    """A `JSDLoss`: T^2 (beta KL(p_t || m) + (1 - beta) KL(p_s || m)) per counted row."""
+    return JSDLoss(temperature=temperature, beta=beta, chunk_size=chunk_size)
+
+
+def _divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    kernel: Callable[[Rows, Rows, torch.Tensor | None], torch.Tensor],
+    formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    mask: torch.Tensor | None,
+    num_items: int | float | torch.Tensor | None,
+    temperature: float,
+    chunk_size: int,
+) -> torch.Tensor:
+    _check_logits(student, teacher, mask)
+    denominator = _denominator(student, mask, num_items)
+    if not (torch.is_grad_enabled() and teacher.requires_grad):
+        return chunked_loss(
+            student,
+            teacher,
+            kernel,
+            mask=mask,
+            num_items=denominator,
+            temperature=temperature,
+            chunk_size=chunk_size,
+        )
+    # The kernels know the student's gradient only. A teacher that learns too is rare: autograd's memory is affordable.
+    dtype = torch.promote_types(torch.float32, student.dtype)
+    student_log, teacher_log = (_log_softmax(logits, mask, dtype, temperature) for logits in (student, teacher))
+    values = formula(student_log, teacher_log)
+    values = values - values.detach().clamp(max=0.0)  # not negative, as in `chunked_loss`; the gradient stays
+    if mask is not None:
+        values = values.masked_fill(~mask, 0.0)
+    return values.sum() * temperature**2 / denominator
+
+
+# --- Row kernels (see chunks.RowKernel). e = exp(logits) is not divided by its sum before it has to be: logarithms of
+# --- probabilities only occur as differences, where log(sum_s / sum_t) is more exact than the difference of two logarithms.
+
+
+def _kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
+    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
+    # sum p_t (log p_t - log p_s)
+    terms = teacher.logits.sub_(student.logits).mul_(teacher.scratch)
+    values = row_sums(terms) / teacher_sum - (teacher_sum / student_sum).log_()
+    if gradient is not None:  # p_s - p_t: the same operations on both, so that equal logits give exactly 0
+        student.scratch.mul_(student_sum.reciprocal_())
+        teacher.scratch.mul_(teacher_sum.reciprocal_())
+        torch.sub(student.scratch, teacher.scratch, out=gradient)
+    return values.view(-1)
+
+
+def _reverse_kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
+    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
+    ratios = student.logits.sub_(teacher.logits)  # log p_s - log p_t, but for a constant of the row
+    terms = torch.mul(student.scratch, ratios, out=teacher.scratch)
+    means = row_sums(terms).div_(student_sum)
+    values = means - (student_sum / teacher_sum).log_()
+    if gradient is not None:  # p_s (log p_s - log p_t - value), where the constant cancels
+        student.scratch.mul_(student_sum.reciprocal_())
+        torch.mul(student.scratch, ratios.sub_(means), out=gradient)
+    return values.view(-1)
+
+
+def _jsd(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, beta: float) -> torch.Tensor:
+    for rows in (student, teacher):
+        sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
+        rows.scratch.mul_(sums.reciprocal_())
+    student_p, teacher_p = student.scratch, teacher.scratch
+    # Logarithms of p/m rather than differences of logarithms: p/m is at most 1/beta or 1/(1-beta), and where p is equal
+    # in both, lerp gives exactly p and the logarithm exactly 0.
+    mixture = torch.lerp(student_p, teacher_p, beta, out=student.logits)
+    mixture.clamp_(min=torch.finfo(mixture.dtype).tiny)  # 0 / 0 where neither has mass
+    terms = _log_ratio(teacher_p, mixture, out=teacher.logits).mul_(teacher_p)
+    teacher_values = row_sums(terms)
+    ratios = _log_ratio(student_p, mixture, out=teacher.scratch)
+    student_values = row_sums(torch.mul(student_p, ratios, out=student.logits))
+    if gradient is not None:  # (1 - beta) p_s (log(p_s / m) - sum p_s log(p_s / m))
+        torch.mul(student_p, ratios.sub_(student_values), out=gradient).mul_(1.0 - beta)
+    return teacher_values.mul_(beta).add_(student_values, alpha=1.0 - beta).view(-1)
+
+
+def _exponentials(rows: Rows) -> torch.Tensor:
+    """Write exp(logits) to the scratch, hold the log-probabilities at LOG_ZERO; return the exponentials' sums [r, 1]."""
+    sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
+    torch.maximum(rows.logits, sums.log().add_(LOG_ZERO), out=rows.logits)
+    return sums
+
+
+def _log_ratio(p: torch.Tensor, mixture: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.div(p, mixture, out=out).log_().clamp_(min=LOG_ZERO)
+
+
+# --- The same for autograd: log-probabilities [..., V] of student and teacher to values [...].
+
+
+def _kl_formula(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return (teacher.exp() * (teacher - student)).sum(-1)
+
+
+def _reverse_kl_formula(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return _kl_formula(teacher, student)
+
+
+def _jsd_formula(student: torch.Tensor, teacher: torch.Tensor, *, beta: float) -> torch.Tensor:
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _kl_formula(mixture, teacher) + (1.0 - beta) * _kl_formula(mixture, student)
+
+
+def _log_softmax(
+    logits: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, temperature: float
+) -> torch.Tensor:
+    if mask is not None:  # before anything else: the backward of log_softmax would make nan of 0 * nan
+        logits = logits.masked_fill(~mask.unsqueeze(-1), 0.0)
+    logits = logits.to(dtype)
+    logits = (logits - logits.detach().amax(-1, keepdim=True)) / temperature
+    return logits.log_softmax(-1).clamp(min=LOG_ZERO)
+
+
+# --- Checks. None of them looks at the values on the device.
+
+
+def _denominator(
+    student: torch.Tensor, mask: torch.Tensor | None, num_items: int | float | torch.Tensor | None
+) -> float | torch.Tensor:
+    if num_items is None:
+        return float(max(student.shape[:-1].numel(), 1)) if mask is None else mask.sum().clamp(min=1)
+    if isinstance(num_items, torch.Tensor):
+        if num_items.ndim:
+            raise ConfigError("num_items", tuple(num_items.shape), "a tensor must be 0-d, this is its shape")
+        items = num_items.detach().to(student.device, non_blocking=True)
+        return items + (items == 0)  # 0 items: nothing counts, and 0 / 1 is the answer
+    if not _is_real(num_items) or not num_items >= 0:
+        raise ConfigError("num_items", num_items, "must be a number >= 0, a 0-d tensor or None")
+    return float(num_items) or 1.0
+
+
+def _check_logits(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None) -> None:
+    if student.shape != teacher.shape:
+        raise ConfigError("teacher", tuple(teacher.shape), f"must have the student's shape {tuple(student.shape)}")
+    if student.ndim == 0 or student.shape[-1] == 0:
+        raise ConfigError("student", tuple(student.shape), "logits need a last dimension of at least one class")
+    for key, logits in (("student", student), ("teacher", teacher)):
+        if not logits.is_floating_point():
+            raise ConfigError(key, logits.dtype, "logits must be of a floating dtype")
+    if teacher.device != student.device:
+        raise ConfigError("teacher", teacher.device, f"must be on the student's device {student.device}")
+    if mask is None:
+        return
+    if mask.shape != student.shape[:-1]:
+        raise ConfigError(
+            "mask",
+            tuple(mask.shape),
+            f"must have the shape {tuple(student.shape[:-1])}: the student's {tuple(student.shape)} without the classes",
+        )
+    if mask.dtype != torch.bool:
+        raise ConfigError("mask", mask.dtype, "must be torch.bool")
+    if mask.device != student.device:
+        raise ConfigError("mask", mask.device, f"must be on the student's device {student.device}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not _is_real(temperature) or not (math.isfinite(temperature) and temperature > 0.0):
+        raise ConfigError("temperature", temperature, "must be a finite number > 0")
+
+
+def _check_chunk_size(chunk_size: int) -> None:
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 0:
+        raise ConfigError("chunk_size", chunk_size, "must be a whole number of rows, 0 = chosen by size")

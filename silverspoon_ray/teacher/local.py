@@ -1,0 +1,144 @@
+"""A teacher in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_ray.capture import captured
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest, map_tensors
+
+
+class LocalTeacher:
+    """A frozen model that answers in the process that asks.
+
+    The model is only ever run in eval mode and without gradients. Nothing about it is changed: not its configuration,
+    not ``requires_grad``, and if its mode is not eval when a batch comes (the student and the teacher may be one and
+    the same object), each module's mode is put back afterwards.
+
+    Args:
+        model: the teacher.
+        overlap: run forwards on a CUDA stream of their own, beside the student's. On the CPU it changes nothing.
+    """
+
+    dedicated = False
+
+    def __init__(self, model: nn.Module, overlap: bool = False) -> None:
+        self.model = model
+        self.overlap = overlap
+        self._structure: nn.Module | None = None
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def structure(self) -> nn.Module:
+        if self._structure is None:
+            self._structure = structure_of(self.model)
+        return self._structure
+
+    def open(self, request: TeacherRequest) -> LocalStream:
+        return LocalStream(self, request)
+
+    @torch.no_grad()
+    def answer(self, batch: Mapping[str, Any], request: TeacherRequest) -> TeacherOutput:
+        """Run the model on ``batch``, the keyword arguments of its forward, on the model's device."""
+        with evaluating(self.model), captured(self.model, request.outputs, request.inputs) as (outputs, inputs):
+            returned = self.model(**batch)
+        answer = TeacherOutput(logits=extract_logits(returned) if request.logits else None)
+        missing = [name for name in request.outputs if name not in outputs]
+        missing += [name for name in request.inputs if name not in inputs]
+        if missing:
+            raise ConfigError("outputs", missing[0], "a module that runs in the teacher's forward; this one did not")
+        # A model output is a mapping type of its own; plain dicts travel and compare more easily.
+        answer.outputs = map_tensors(torch.Tensor.detach, outputs)
+        answer.inputs = map_tensors(torch.Tensor.detach, inputs)
+        return answer
+
+    def side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._side_streams:
+            self._side_streams[device] = torch.cuda.Stream(device)
+        return self._side_streams[device]
+
+
+class LocalStream:
+    """Batches to a :class:`LocalTeacher`."""
+
+    def __init__(self, teacher: LocalTeacher, request: TeacherRequest) -> None:
+        self.teacher = teacher
+        self.request = request
+
+    def submit(self, batch: Mapping[str, Any]) -> LocalAnswer:
+        device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), None)
+        if not self.teacher.overlap or device is None or device.type != "cuda":
+            return LocalAnswer(self.teacher.answer(batch, self.request))
+        side = self.teacher.side_stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            answer = self.teacher.answer(batch, self.request)
+        return LocalAnswer(answer, side.record_event(), device)
+
+
+class LocalAnswer:
+    """An answer that is there already, or is being computed on another CUDA stream of this process."""
+
+    nbytes = 0
+
+    def __init__(
+        self, output: TeacherOutput, ready: torch.cuda.Event | None = None, device: torch.device | None = None
+    ) -> None:
+        self.output = output
+        self.ready = ready
+        self.device = device
+
+    def result(self) -> TeacherOutput:
+        if self.ready is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(self.ready)
+
+            def used_here(tensor: torch.Tensor) -> torch.Tensor:
+                # Without it the allocator could hand the memory out again while this stream still reads it.
+                tensor.record_stream(current)
+                return tensor
+
+            self.output.map(used_here)
+        return self.output
+
+    def cancel(self) -> None:
+        """Nothing to do: it has been computed."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode while the context lasts; afterwards every module has the mode it had."""
+    training = [module for module in model.modules() if module.training]
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def extract_logits(returned: Any) -> torch.Tensor:
+    """The logits in what a model's forward returned: the tensor itself, ``.logits``, or the first tensor.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if isinstance(returned, torch.Tensor):
+        return returned
+    logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
+    if isinstance(logits, torch.Tensor):
+        return logits
+    values = list(returned.values()) if isinstance(returned, Mapping) else returned
+    if isinstance(values, tuple | list):
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                return value
+    raise ConfigError("model", type(returned).__name__, "a model whose output is a tensor or has `logits`")

@@ -1,0 +1,210 @@
+"""Asking the teacher early: batches are drawn ahead of the student and submitted within a window.
+
+The lookahead sits *beneath* accelerate's data loader. accelerate itself looks one batch ahead to know the end of the
+data, so whatever draws further ahead above it would move that end and change what evaluation cuts off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from silverspoon_ray.teacher.protocol import PendingAnswer, TeacherOutput, TeacherStream
+from silverspoon_ray.teacher.random_stream import RandomStream
+
+TICKET_KEY = "teacher_ticket"
+"""The key under which a batch carries its :class:`Ticket` from the loader to ``compute_loss``."""
+
+
+@dataclass
+class TeacherTraffic:
+    """What a student waited for and received since the last :meth:`take`."""
+
+    wait_s: float = 0.0
+    answers: int = 0
+    nbytes: int = 0
+
+    def take(self) -> TeacherTraffic:
+        taken = TeacherTraffic(self.wait_s, self.answers, self.nbytes)
+        self.wait_s, self.answers, self.nbytes = 0.0, 0, 0
+        return taken
+
+
+class Window:
+    """At most ``depth`` batches are with the teacher, or answered and not yet used.
+
+    A slot is freed when the student has used an answer, not when the answer arrives: so the memory that answers take
+    is bounded by ``depth`` times one answer, however slow the student is.
+
+    Args:
+        stream: where batches go.
+        depth: the number of slots; 0: nothing is asked before the student asks for it.
+        traffic: where waiting and bytes are counted.
+    """
+
+    def __init__(self, stream: TeacherStream, depth: int, traffic: TeacherTraffic) -> None:
+        self.stream = stream
+        self.depth = depth
+        self.traffic = traffic
+        self.waiting: deque[Ticket] = deque()
+        self.taken: set[Ticket] = set()
+
+    def add(self, ticket: Ticket) -> None:
+        self.waiting.append(ticket)
+        self.fill()
+
+    def fill(self) -> None:
+        while self.waiting and len(self.taken) < self.depth:
+            self.submit(self.waiting.popleft())
+
+    def submit(self, ticket: Ticket) -> None:
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        self.taken.add(ticket)
+        ticket.pending = self.stream.submit(ticket.teacher_batch or {})
+        ticket.teacher_batch = None
+
+    def release(self, ticket: Ticket) -> None:
+        self.taken.discard(ticket)
+        self.fill()
+
+    def close(self) -> None:
+        """Nobody will come for the answers that are still out."""
+        self.waiting.clear()
+        for ticket in self.taken:
+            if ticket.pending is not None:
+                ticket.pending.cancel()
+        self.taken.clear()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A batch's claim on its answer, and what else must stay with the batch on its way to the loss.
+
+    Attributes:
+        teacher_batch: the teacher's inputs until they are submitted.
+        window: where to submit; None until the student comes, for a teacher that cannot be asked ahead.
+        random_state_after: the data's random state when the batch had been drawn; a run that resumes after this
+            batch goes on from it.
+        soft_items: the denominator of the distillation loss: what counts in all micro-batches of the optimizer step,
+            on all ranks. None: this batch alone.
+        task_items: the same for the task loss.
+        share: this micro-batch's part of the step where items cannot be counted beforehand.
+    """
+
+    teacher_batch: Mapping[str, Any] | None = None
+    window: Window | None = None
+    random_state_after: dict[str, Any] | None = None
+    pending: PendingAnswer | None = None
+    soft_items: Any = None
+    task_items: Any = None
+    share: float = 1.0
+
+    def start(self) -> None:
+        """Submit the batch if that has not happened yet."""
+        if self.window is not None and self.pending is None:
+            self.window.submit(self)
+
+    def answer(self) -> TeacherOutput:
+        """Wait for the answer. Raises TeacherError where the teacher failed."""
+        assert self.window is not None, "a ticket without a window has no answer to wait for"
+        self.start()
+        assert self.pending is not None
+        traffic = self.window.traffic
+        begin = time.perf_counter()
+        try:
+            output = self.pending.result()
+        finally:
+            traffic.wait_s += time.perf_counter() - begin
+        traffic.answers += 1
+        traffic.nbytes += self.pending.nbytes
+        return output
+
+    def release(self) -> None:
+        """The answer has been used; its memory may go and its slot is free."""
+        self.pending = None
+        if self.window is not None:
+            self.window.release(self)
+
+
+class LookaheadLoader:
+    """Stands in for the data loader that accelerate wraps; batches come out with a :class:`Ticket`.
+
+    Args:
+        base: the loader to read from.
+        seed: gives the seed of the data's random stream each time iteration begins.
+        window: makes the window of one iteration; None for a local teacher.
+        teacher_inputs: turns a batch into the teacher's inputs.
+        depth: how far to draw ahead of accelerate, which is itself one batch ahead.
+        resume_state: the random state that the first iteration goes on from.
+        skip: so many batches at the start of the first iteration will be thrown away, so nobody is asked for them.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        *,
+        seed: Callable[[], int],
+        window: Callable[[], Window] | None,
+        teacher_inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        depth: int = 0,
+        resume_state: dict[str, Any] | None = None,
+        skip: int = 0,
+    ) -> None:
+        self.base = base
+        self.seed = seed
+        self.window = window
+        self.teacher_inputs = teacher_inputs
+        self.depth = depth
+        self.resume_state = resume_state
+        self.skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base":
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+    def __len__(self) -> int:
+        return len(self.base)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The iterator is made under the global generators, as it is without a lookahead: what it draws here (the
+        # workers' base seed) is part of the student's random sequence, and resuming counts on that.
+        iterator = iter(self.base)
+        random_stream = RandomStream(self.seed(), self.resume_state)
+        skip, self.resume_state, self.skip = self.skip, None, 0
+        window = self.window() if self.window is not None else None
+        drawn: deque[Any] = deque()
+        ahead = max(self.depth - 1, 0)
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(drawn) <= ahead:
+                    try:
+                        with random_stream.active():
+                            batch = next(iterator)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    asks = window is not None and skip == 0
+                    skip = max(skip - 1, 0)
+                    drawn.append(self._with_ticket(batch, window if asks else None, random_stream.state))
+                if not drawn:
+                    return
+                yield drawn.popleft()
+        finally:
+            if window is not None:
+                window.close()
+
+    def _with_ticket(self, batch: Any, window: Window | None, state: dict[str, Any]) -> Any:
+        if not isinstance(batch, Mapping):
+            return batch  # the Trainer will refuse it with its own message
+        ticket = Ticket(window=window, random_state_after=state)
+        if window is not None:
+            ticket.teacher_batch = self.teacher_inputs(batch)
+            window.add(ticket)
+        batch[TICKET_KEY] = ticket  # type: ignore[index]
+        return batch

@@ -1,0 +1,119 @@
+"""What a distiller knows of its teacher.
+
+A :class:`Teacher` answers "for this batch, these logits and these activations", wherever it runs: in the student's
+process (:mod:`silverspoon_ray.teacher.local`), in a Ray actor group (:mod:`silverspoon_ray.cluster`), or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TeacherRequest:
+    """What the student wants of every batch; declared once, when its stream to the teacher opens.
+
+    Args:
+        logits: ``"full"``: the logits as the teacher gives them; None: no logits.
+        outputs: dotted names of the teacher's modules whose outputs are wanted.
+        inputs: dotted names of the teacher's modules whose first tensor input is wanted.
+        wire_dtype: floating-point tensors are sent in this dtype; None: as they are, bit-exact.
+    """
+
+    logits: str | None = "full"
+    outputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    wire_dtype: torch.dtype | None = None
+
+
+@dataclass
+class TeacherOutput:
+    """A teacher's answer for one batch.
+
+    Attributes:
+        logits: ``[batch, ..., vocabulary]``, or None if they were not asked for.
+        outputs: by module name, what the module returned (a tensor, or nested tuples, lists and dicts of tensors).
+        inputs: by module name, the first tensor that the module was called with.
+        borrowed: the tensors are views of memory that other readers share, and must not be written to; see
+            :meth:`owned`.
+    """
+
+    logits: torch.Tensor | None = None
+    outputs: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    borrowed: bool = False
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TeacherOutput:
+        """A new answer with ``function`` applied to every tensor."""
+        return TeacherOutput(
+            logits=None if self.logits is None else function(self.logits),
+            outputs={name: map_tensors(function, value) for name, value in self.outputs.items()},
+            inputs={name: map_tensors(function, value) for name, value in self.inputs.items()},
+            borrowed=self.borrowed,
+        )
+
+    def to(self, device: torch.device) -> TeacherOutput:
+        """The answer on ``device``; tensors that are there already are not copied."""
+        moved = self.map(lambda tensor: tensor.to(device, non_blocking=True))
+        moved.borrowed = self.borrowed and device.type == "cpu"
+        return moved
+
+    def owned(self) -> TeacherOutput:
+        """The same answer in private memory, free to be written to."""
+        if not self.borrowed:
+            return self
+        copied = self.map(torch.clone)
+        copied.borrowed = False
+        return copied
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Apply ``function`` to each tensor in nested tuples, lists and mappings; everything else passes unchanged."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+class PendingAnswer(Protocol):
+    """An answer that is being computed somewhere else."""
+
+    def result(self) -> TeacherOutput:
+        """Wait for it. Raises TeacherError if the teacher failed or the time is up."""
+
+    def cancel(self) -> None:
+        """It is not wanted any more."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travelled; known after :meth:`result`."""
+
+
+class TeacherStream(Protocol):
+    """A student's line to the teacher: one request for all its batches."""
+
+    def submit(self, batch: Mapping[str, Any]) -> PendingAnswer:
+        """Ask for the answer to ``batch``; returns at once. Answers may be awaited in any order."""
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """Anything that answers batches."""
+
+    dedicated: bool
+    """It computes on devices of its own, so asking early helps."""
+
+    @property
+    def structure(self) -> nn.Module:
+        """Its model on the meta device: names, shapes and configuration without weights."""
+
+    def open(self, request: TeacherRequest) -> TeacherStream:
+        """Open a stream on which every batch is answered with what ``request`` says."""

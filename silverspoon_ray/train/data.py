@@ -1,0 +1,83 @@
+"""Datasets on their way into a training worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray.data
+import ray.train
+from torch.utils.data import IterableDataset
+
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.train.plan import Shipped, WorkerPlan
+
+
+class RayDataRows(IterableDataset):  # type: ignore[type-arg]
+    """The rows of a ``ray.data`` dataset, one sample each; the Trainer batches and collates them as usual.
+
+    Args:
+        name: the dataset's name in the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from ray.train.get_dataset_shard(self.name).iter_rows()
+
+
+class CountedRayDataRows(RayDataRows):
+    """The same where the number of rows is known: then it has a length, and epochs can be counted.
+
+    Args:
+        name: the dataset's name in the run.
+        rows: rows that this worker gets in an epoch.
+    """
+
+    def __init__(self, name: str, rows: int) -> None:
+        super().__init__(name)
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+def is_ray_dataset(dataset: Any) -> bool:
+    return isinstance(dataset, ray.data.Dataset)
+
+
+def check_dataset(name: str, dataset: Any) -> None:
+    """Refuse what the Trainer could not read.
+
+    Raises:
+        ConfigError: naming the dataset.
+    """
+    if dataset is None or callable(dataset) or is_ray_dataset(dataset):
+        return
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+        expected = "a torch or Hugging Face dataset, a ray.data.Dataset, or a callable without arguments"
+        raise ConfigError(f"{name}_dataset", type(dataset).__name__, expected)
+
+
+def ship_dataset(dataset: Any) -> Any:
+    """A dataset through the object store; a callable as it is; None for ``ray.data``, which Ray Train delivers."""
+    if dataset is None or is_ray_dataset(dataset) or (callable(dataset) and not hasattr(dataset, "__getitem__")):
+        return None if is_ray_dataset(dataset) else dataset
+    return Shipped.put(dataset)
+
+
+def unpack_dataset(plan: WorkerPlan, name: str, rows: int | None) -> Any:
+    """The dataset in this process.
+
+    Args:
+        plan: the worker's plan.
+        name: ``"train"`` or ``"eval"``.
+        rows: this worker's rows of a ``ray.data`` dataset, None if unknown.
+    """
+    if name not in plan.datasets:
+        return None
+    given = plan.datasets[name]
+    if given is None:
+        return RayDataRows(name) if rows is None else CountedRayDataRows(name, rows)
+    return given.get() if isinstance(given, Shipped) else given()

@@ -1,0 +1,283 @@
+"""DistillationTrainer: a Ray Train TorchTrainer whose workers run a distiller."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import ray
+import torch
+from ray.train import Checkpoint, CheckpointConfig, DataConfig, Result, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from silverspoon_ray.cluster.group import TeacherGroup, device_bundle
+from silverspoon_ray.cluster.resources import check_room, cluster_device_type
+from silverspoon_ray.distillers import BaseDistiller, ResponseBasedDistiller, distiller_class
+from silverspoon_ray.distillers.response_based import soft_loss_from
+from silverspoon_ray.errors import ConfigError, NotYetError, SilverspoonError
+from silverspoon_ray.models.source import ModelSource, check_source
+from silverspoon_ray.teacher.placement import TeacherPlacement
+from silverspoon_ray.teacher.protocol import Teacher
+from silverspoon_ray.train.data import check_dataset, is_ray_dataset, ship_dataset
+from silverspoon_ray.train.plan import WorkerPlan, ship_model
+from silverspoon_ray.train.report import CHECKPOINT_SUBDIRECTORY
+from silverspoon_ray.train.worker import train_worker
+from silverspoon_ray.training_arguments import TrainingArguments, check_keywords, training_arguments_from
+
+logger = logging.getLogger(__name__)
+
+HISTORY_FILE = "log_history.json"
+
+
+class DistillationTrainer(TorchTrainer):
+    """Train a student on Ray from a frozen teacher.
+
+    A ``ray.train.torch.TorchTrainer`` in use and in type. With ``args.teacher_placement`` the teacher runs as an actor
+    group on devices of its own, which ``fit()`` starts and ends; without it every worker holds a copy.
+
+    Args:
+        distiller: ``"response_based"`` (or ``"reskd"``), or a ``BaseDistiller`` subclass.
+        teacher: a model directory or hub id, a callable without arguments, a module, or the handle of a
+            ``TeacherGroup`` that is running already.
+        student: a model directory or hub id, a callable without arguments, or a module.
+        args: ``TrainingArguments`` or a dict of its keywords. ``output_dir`` is where runs are stored unless
+            ``run_config`` says otherwise.
+        train_dataset, eval_dataset: a torch or Hugging Face dataset, a ``ray.data.Dataset``, or a callable without
+            arguments that makes one in the worker. Of a ``ray.data`` training set every worker gets a part; an
+            evaluation set is read by all workers and divided between them by the Trainer.
+        alignments: for the distillers that compare features; not built yet.
+        distiller_kwargs: the distiller's further keywords (``soft_loss_fn``, ``soft_loss_fn_kwargs``, ...).
+        data_collator, processing_class, compute_metrics, callbacks: as for ``transformers.Trainer``; they travel to
+            the workers.
+        scaling_config: the student's workers; None: one, on a GPU where the cluster has one.
+        run_config: name, storage, failure handling. A later ``fit()`` with the same name and storage goes on from the
+            last checkpoint there.
+        torch_config: as for ``TorchTrainer``.
+        resume_from_checkpoint: a Hugging Face checkpoint directory, or a ``ray.train.Checkpoint`` of an earlier run.
+
+    Raises:
+        ConfigError: something cannot work; before any device is taken.
+    """
+
+    def __init__(
+        self,
+        distiller: str | type[BaseDistiller],
+        *,
+        teacher: ModelSource | Teacher,
+        student: ModelSource,
+        args: TrainingArguments | Mapping[str, Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        alignments: Any = None,
+        distiller_kwargs: Mapping[str, Any] | None = None,
+        data_collator: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        torch_config: TorchConfig | None = None,
+        resume_from_checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    ) -> None:
+        self.distiller = distiller_class(distiller)
+        if alignments is not None:
+            raise NotYetError("alignments", type(alignments).__name__, "not built yet, leave it at None")
+        self.arguments, checked = arguments_on_driver(args)
+        self.placement: TeacherPlacement | None = (
+            checked.teacher_placement if isinstance(checked.teacher_placement, TeacherPlacement) else None
+        )
+        if not isinstance(teacher, Teacher):
+            check_source("teacher", teacher)
+        check_source("student", student)
+        if train_dataset is None:
+            raise ConfigError("train_dataset", None, "a dataset, a ray.data.Dataset, or a callable that makes one")
+        check_dataset("train", train_dataset)
+        check_dataset("eval", eval_dataset)
+        if eval_dataset is None and str(checked.eval_strategy.value) != "no":
+            raise ConfigError("args.eval_strategy", checked.eval_strategy.value, "'no', or pass an eval_dataset")
+        self.teacher = teacher
+        self.student = student
+        self.distiller_kwargs = dict(distiller_kwargs or {})
+        if issubclass(self.distiller, ResponseBasedDistiller):
+            soft_loss_from(self.distiller_kwargs.get("soft_loss_fn"), self.distiller_kwargs.get("soft_loss_fn_kwargs"))
+        further = {
+            "data_collator": data_collator,
+            "processing_class": processing_class,
+            "compute_metrics": compute_metrics,
+            "callbacks": callbacks,
+        }
+        self.distiller_kwargs.update({name: value for name, value in further.items() if value is not None})
+        self._given_datasets = {"train": train_dataset}
+        if eval_dataset is not None:
+            self._given_datasets["eval"] = eval_dataset
+        self.resume_from_checkpoint = _checkpoint_directory(resume_from_checkpoint)
+        ray_datasets = {name: given for name, given in self._given_datasets.items() if is_ray_dataset(given)}
+        execution = ray.data.ExecutionOptions(preserve_order=True) if ray_datasets else None
+        super().__init__(
+            train_worker,
+            train_loop_config={},
+            torch_config=torch_config,
+            scaling_config=scaling_config,
+            run_config=default_run_config(run_config, checked),
+            datasets=ray_datasets,
+            # Order is kept so that a resumed run skips exactly the samples it has seen. Evaluation sets stay whole:
+            # Ray splits into equal parts and would drop the rest.
+            dataset_config=DataConfig(datasets_to_split=["train"], execution_options=execution),
+        )
+        self._scaling_given = scaling_config is not None
+
+    def fit(self) -> Result:
+        """Train. Starts the teacher before and ends it afterwards.
+
+        Returns:
+            the result: ``metrics`` has the last value of every logged key and its ``step``, ``metrics_dataframe`` a row
+            for each log event, ``checkpoint`` a ``checkpoint/`` directory that ``from_pretrained`` loads.
+
+        Raises:
+            PlacementError: devices for teacher or students are not to be had.
+            TeacherError: the teacher failed, with its own traceback.
+            ray.train.TrainingFailedError: a worker failed more often than ``run_config.failure_config`` allows.
+        """
+        if not ray.is_initialized():
+            ray.init()
+        if not self._scaling_given:
+            self.scaling_config = ScalingConfig(num_workers=1, use_gpu=self._students_on_gpu())
+            self.train_run_context = dataclasses.replace(self.train_run_context, scaling_config=self.scaling_config)
+        group: TeacherGroup | None = None
+        teacher: Any = self.teacher
+        try:
+            if isinstance(teacher, Teacher):
+                pass
+            elif self.placement is not None:
+                group = TeacherGroup.create(teacher, self.placement)
+                teacher = group.handle
+                for replica in group.stats():
+                    logger.info("teacher replica %s: pid %s", replica["rank"], replica["pid"])
+            else:
+                teacher = ship_model(teacher)
+            self._check_room_for_students()
+            self.train_loop_config = {"plan": self._plan(teacher)}
+            result = super().fit()
+        except ray.train.TrainingFailedError as failed:
+            cause = _own_error(failed)
+            if cause is None:
+                raise
+            raise cause from failed
+        finally:
+            if group is not None:
+                self.teacher_stats = _stats_or_none(group)
+                group.shutdown()
+        return _with_history(result)
+
+    teacher_stats: list[dict[str, Any]] | None = None
+    """Of the last ``fit()`` with a dedicated teacher: per replica pid, node, forwards, bytes, seconds busy."""
+
+    def _plan(self, teacher: Any) -> WorkerPlan:
+        rows = {}
+        for name, dataset in self.datasets.items():
+            if name == "eval" or self.arguments.get("max_steps", -1) <= 0:
+                rows[name] = dataset.count()
+        return WorkerPlan(
+            distiller=self.distiller,
+            arguments=self.arguments,
+            student=ship_model(self.student),
+            teacher=teacher,
+            datasets={name: ship_dataset(given) for name, given in self._given_datasets.items()},
+            ray_data_rows=rows,
+            distiller_kwargs=self.distiller_kwargs,
+            resume_from_checkpoint=self.resume_from_checkpoint,
+            run_key=f"{self.run_config.name}-{uuid.uuid4().hex[:8]}",
+        )
+
+    def _students_on_gpu(self) -> bool:
+        gpus = ray.cluster_resources().get("GPU", 0)
+        if self.placement is not None and (self.placement.device_type or cluster_device_type()) == "cuda":
+            gpus -= self.placement.replicas * self.placement.num_devices
+        return gpus >= 1 and not self.arguments.get("use_cpu", False)
+
+    def _check_room_for_students(self) -> None:
+        scaling = self.scaling_config
+        workers = scaling.num_workers if isinstance(scaling.num_workers, int) else min(scaling.num_workers)
+        if workers == 0:
+            return  # Ray Train's local mode: no workers, no resources
+        timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
+        bundles = [scaling._resources_per_worker_not_none] * workers
+        strategy = scaling.placement_strategy
+        check_room(bundles, strategy, timeout_s, f"{workers} student worker(s) beside the teacher")
+
+
+def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> tuple[dict[str, Any], TrainingArguments]:
+    """The keywords that travel to the workers, and arguments that show that they are valid.
+
+    A dict may ask for what this machine cannot do, such as bf16 on GPUs that only the workers have; it is checked as
+    if for the CPU.
+    """
+    if args is None or isinstance(args, Mapping):
+        keywords = dict(args or {})
+        check_keywords(keywords, "args.")
+        on_cpu = {} if torch.cuda.is_available() else {"use_cpu": True}
+        return keywords, training_arguments_from({**keywords, **on_cpu})
+    checked = training_arguments_from(args)
+    return checked.keywords(), checked
+
+
+def default_run_config(run_config: RunConfig | None, args: TrainingArguments) -> RunConfig:
+    """Fill in storage (``output_dir``) and how many checkpoints to keep (``save_total_limit``) where nothing is said."""
+    config = run_config or RunConfig(storage_path=str(Path(args.output_dir).expanduser().absolute()))
+    if args.save_total_limit is not None and config.checkpoint_config.num_to_keep is None:
+        kept = CheckpointConfig(num_to_keep=max(1, args.save_total_limit))
+        config = dataclasses.replace(config, checkpoint_config=kept)
+    return config
+
+
+def _checkpoint_directory(given: str | os.PathLike[str] | Checkpoint | None) -> str | None:
+    if given is None:
+        return None
+    directory = Path(given.path if isinstance(given, Checkpoint) else given).expanduser().absolute()
+    if (directory / CHECKPOINT_SUBDIRECTORY / "trainer_state.json").is_file():
+        directory = directory / CHECKPOINT_SUBDIRECTORY
+    if not (directory / "trainer_state.json").is_file():
+        expected = "a checkpoint directory with a trainer_state.json, as a run with save_strategy writes it"
+        raise ConfigError("resume_from_checkpoint", str(directory), expected)
+    return str(directory)
+
+
+def _own_error(failed: ray.train.TrainingFailedError) -> SilverspoonError | None:
+    """The error of ours that a worker died of, if it was one of ours."""
+    for error in getattr(failed, "worker_failures", {}).values():
+        seen: BaseException | None = error
+        while seen is not None:
+            if isinstance(seen, SilverspoonError):
+                return seen
+            seen = getattr(seen, "cause", None) or getattr(seen, "_base_exc", None) or seen.__cause__
+    return None
+
+
+def _stats_or_none(group: TeacherGroup) -> list[dict[str, Any]] | None:
+    try:
+        return group.stats()
+    except SilverspoonError as error:
+        logger.warning("no statistics of the teacher: %s", error)
+        return None
+
+
+def _with_history(result: Result) -> Result:
+    """Fill in what Ray Train keeps only beside checkpoints: all logs, and store them with the run."""
+    history = (result.return_value or {}).get("log_history", [])
+    if not history:
+        return result
+    metrics: dict[str, Any] = {}
+    for row in history:
+        metrics.update(row)
+    result.metrics = metrics
+    result.metrics_dataframe = pd.DataFrame(history)
+    with result.filesystem.open_output_stream(f"{result.path}/{HISTORY_FILE}") as stream:
+        stream.write(json.dumps(history, indent=1).encode())
+    return result

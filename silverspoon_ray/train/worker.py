@@ -1,0 +1,85 @@
+"""What runs on every training worker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import transformers
+
+from silverspoon_ray.teacher.protocol import Teacher
+from silverspoon_ray.train.data import unpack_dataset
+from silverspoon_ray.train.plan import WorkerPlan, unpack_model
+from silverspoon_ray.train.report import CHECKPOINT_SUBDIRECTORY, RayProgressCallback, RayReportCallback
+from silverspoon_ray.training_arguments import TrainingArguments
+
+
+def train_worker(config: dict[str, Any]) -> dict[str, Any]:
+    """Build the student, its data and its distiller, train, and return the history of logs.
+
+    Args:
+        config: ``{"plan": WorkerPlan}``.
+
+    Returns:
+        ``{"log_history": [...]}``, of rank 0's Trainer state.
+    """
+    plan: WorkerPlan = config["plan"]
+    context = ray.train.get_context()
+    on_gpu = torch.cuda.is_available() and bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
+    if not on_gpu:
+        cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
+        torch.set_num_threads(max(1, int(cpus)))
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    scratch = Path(tempfile.gettempdir()) / f"silverspoon_ray-{os.getuid()}" / plan.run_key
+    args = worker_arguments(plan, scratch, on_gpu)
+    student = unpack_model(plan.student, "student")
+    teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
+    rows = plan.ray_data_rows
+    train_rows = rows["train"] // context.get_world_size() if "train" in rows else None
+    kwargs = dict(plan.distiller_kwargs)
+    callbacks = [*kwargs.pop("callbacks", None) or [], RayReportCallback(), RayProgressCallback()]
+    distiller = plan.distiller(
+        student_model=student,
+        teacher_model=teacher,
+        args=args,
+        train_dataset=unpack_dataset(plan, "train", train_rows),
+        eval_dataset=unpack_dataset(plan, "eval", rows.get("eval")),
+        callbacks=callbacks,
+        **kwargs,
+    )
+    distiller.remove_callback(transformers.PrinterCallback)
+    try:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is not None:
+            with checkpoint.as_directory() as directory:
+                distiller.train(resume_from_checkpoint=os.path.join(directory, CHECKPOINT_SUBDIRECTORY))
+        else:
+            distiller.train(resume_from_checkpoint=plan.resume_from_checkpoint)
+    finally:
+        if context.get_local_rank() == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return {"log_history": distiller.state.log_history}
+
+
+def worker_arguments(plan: WorkerPlan, scratch: Path, on_gpu: bool) -> TrainingArguments:
+    """The arguments as they hold on this machine.
+
+    Checkpoints are written to scratch space and uploaded from there; the run's storage keeps them. Scratch keeps the
+    newest (and the best, where it is to be loaded at the end).
+    """
+    keywords = dict(plan.arguments)
+    keywords["output_dir"] = str(scratch)
+    keywords["disable_tqdm"] = True
+    keywords["save_total_limit"] = 1
+    if not on_gpu:
+        keywords["use_cpu"] = True
+    return TrainingArguments(**keywords)
+
