@@ -35,11 +35,16 @@ class TeacherGroup:
     """
 
     def __init__(
-        self, handle: TeacherHandle, placement: TeacherPlacement, placement_groups: list[PlacementGroup]
+        self,
+        handle: TeacherHandle,
+        placement: TeacherPlacement,
+        placement_groups: list[PlacementGroup],
+        spec: TeacherSpec,
     ) -> None:
         self.handle = handle
         self.placement = placement
         self._placement_groups = placement_groups
+        self._spec = spec  # keeps a module of the user's in the object store for replicas that restart
 
     @classmethod
     def create(
@@ -86,7 +91,7 @@ class TeacherGroup:
         except BaseException:
             _release(workers, reserved)
             raise
-        return cls(TeacherHandle(workers, placement.startup_timeout_s), placement, reserved)
+        return cls(TeacherHandle(workers, placement.startup_timeout_s), placement, reserved, spec)
 
     def stats(self) -> list[dict[str, Any]]:
         """See :meth:`TeacherHandle.stats`."""

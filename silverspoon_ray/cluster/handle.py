@@ -131,28 +131,14 @@ class RemoteAnswer:
         self.rank = rank
         self.batch = batch
         self.nbytes = 0
-        self._ref: ray.ObjectRef | None = ref
+        self._ref = ref
 
     def result(self) -> TeacherOutput:
         """Wait for the answer: views of the object store's memory, to be read only."""
-        assert self._ref is not None, "the answer was cancelled"
-        encoded = get(self._ref, self.handle.timeout_s, "the teacher's answer", self.rank, self.batch)
-        self._forget()
+        encoded: Encoded = get(self._ref, self.handle.timeout_s, "the teacher's answer", self.rank, self.batch)
+        self.handle.finished(self._ref, self.rank)
         self.nbytes = encoded.nbytes
         return decode_output(encoded)
-
-    def cancel(self) -> None:
-        if self._ref is not None:
-            try:
-                ray.cancel(self._ref)
-            except (RayError, ValueError, TypeError):
-                pass  # it has finished, or the teacher is gone: nobody waits for it either way
-            self._forget()
-
-    def _forget(self) -> None:
-        if self._ref is not None:
-            self.handle.finished(self._ref, self.rank)
-            self._ref = None
 
 
 def get(ref: ray.ObjectRef, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:

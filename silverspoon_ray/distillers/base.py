@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_detach
@@ -273,6 +274,28 @@ class BaseDistiller(Trainer):
                 self._install_lookahead(loader, training=True)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
+    def get_train_dataloader(self) -> Any:
+        """Trainer's loader. A dataset with ``divided_by_rank`` gives every rank samples of its own; accelerate would
+        divide those once more and lose most of them, so it is told that this rank is the only one."""
+        if not getattr(self.train_dataset, "divided_by_rank", False):
+            return super().get_train_dataloader()
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
+            drop_last=self.args.dataloader_drop_last,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return prepare_data_loader(
+            loader,
+            device=self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+        )
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return self._install_lookahead(super().get_eval_dataloader(eval_dataset), training=False)
 
@@ -296,10 +319,12 @@ class BaseDistiller(Trainer):
             # An evaluation draws the same numbers every time, so that two evaluations can be compared.
             return hash((seed, loader.iteration if training else -1, rank)) % 2**63
 
+        # What an evaluation waits for is no part of the training step's time.
+        traffic = self.teacher_traffic if training else TeacherTraffic()
         loader.base_dataloader = LookaheadLoader(
             base,
             seed=iteration_seed,
-            window=(lambda: Window(self.stream, depth, self.teacher_traffic)) if self.teacher.dedicated else None,
+            window=(lambda: Window(self.stream, depth, traffic)) if self.teacher.dedicated else None,
             teacher_inputs=self._teacher_batch,
             depth=depth if self.teacher.dedicated else 0,
             resume_state=resume_state,

@@ -22,8 +22,8 @@ import torch
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses.chunks import Rows, chunked_loss, row_sums
 
-# Floor of log-probabilities. A logit of -inf (or of finfo.min over a small temperature) would make 0 * inf = nan of a
-# probability that is exactly zero; at -1e4 the probability is still exactly zero, exp(-1e4) in any dtype, and everything
+# Floor of log-probabilities. A logit of -inf (or of finfo.min over a small temperature) would make nan = 0 * inf of a
+# probability that is exactly zero. At -1e4 the probability is still exactly zero, exp(-1e4) in any dtype, and what is
 # computed from its logarithm is finite, in float16 (up to 65504) too.
 LOG_ZERO = -1e4
 
@@ -158,8 +158,8 @@ def _divergence(
     return values.sum() * temperature**2 / denominator
 
 
-# --- Row kernels (see chunks.RowKernel). e = exp(logits) is not divided by its sum before it has to be: logarithms of
-# --- probabilities only occur as differences, where log(sum_s / sum_t) is more exact than the difference of two logarithms.
+# --- Row kernels (see chunks.RowKernel). In KL, logarithms of probabilities occur only as differences; the logarithm of
+# --- the ratio of the two sums of exp is more exact than the difference of their logarithms.
 
 
 def _kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _jsd(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, beta: f
 
 
 def _exponentials(rows: Rows) -> torch.Tensor:
-    """Write exp(logits) to the scratch, hold the log-probabilities at LOG_ZERO; return the exponentials' sums [r, 1]."""
+    """Write exp(logits) to the scratch and hold the log-probabilities at LOG_ZERO; return the sums of exp [r, 1]."""
     sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
     torch.maximum(rows.logits, sums.log().add_(LOG_ZERO), out=rows.logits)
     return sums
@@ -247,15 +247,16 @@ def _log_softmax(
 def _denominator(
     student: torch.Tensor, mask: torch.Tensor | None, num_items: int | float | torch.Tensor | None
 ) -> float | torch.Tensor:
+    dtype = torch.promote_types(torch.float32, student.dtype)
     if num_items is None:
-        return float(max(student.shape[:-1].numel(), 1)) if mask is None else mask.sum().clamp(min=1)
+        return float(max(student.shape[:-1].numel(), 1)) if mask is None else mask.sum().clamp(min=1).to(dtype)
     if isinstance(num_items, torch.Tensor):
         if num_items.ndim:
             raise ConfigError("num_items", tuple(num_items.shape), "a tensor must be 0-d, this is its shape")
-        items = num_items.detach().to(student.device, non_blocking=True)
+        items = num_items.detach().to(student.device, dtype, non_blocking=True)
         return items + (items == 0)  # 0 items: nothing counts, and 0 / 1 is the answer
-    if not _is_real(num_items) or not num_items >= 0:
-        raise ConfigError("num_items", num_items, "must be a number >= 0, a 0-d tensor or None")
+    if not _is_real(num_items) or not 0.0 <= num_items < math.inf:
+        raise ConfigError("num_items", num_items, "must be a finite number >= 0, a 0-d tensor or None")
     return float(num_items) or 1.0
 
 
@@ -275,7 +276,7 @@ def _check_logits(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tens
         raise ConfigError(
             "mask",
             tuple(mask.shape),
-            f"must have the shape {tuple(student.shape[:-1])}: the student's {tuple(student.shape)} without the classes",
+            f"must be {tuple(student.shape[:-1])}, the student's shape {tuple(student.shape)} without the classes",
         )
     if mask.dtype != torch.bool:
         raise ConfigError("mask", mask.dtype, "must be torch.bool")

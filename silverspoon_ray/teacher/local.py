@@ -108,9 +108,6 @@ class LocalAnswer:
             self.output.map(used_here)
         return self.output
 
-    def cancel(self) -> None:
-        """Nothing to do: it has been computed."""
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

@@ -50,34 +50,26 @@ class Window:
         self.depth = depth
         self.traffic = traffic
         self.waiting: deque[Ticket] = deque()
-        self.taken: set[Ticket] = set()
+        self.taken = 0
 
     def add(self, ticket: Ticket) -> None:
         self.waiting.append(ticket)
         self.fill()
 
     def fill(self) -> None:
-        while self.waiting and len(self.taken) < self.depth:
+        while self.waiting and self.taken < self.depth:
             self.submit(self.waiting.popleft())
 
     def submit(self, ticket: Ticket) -> None:
         if ticket in self.waiting:
             self.waiting.remove(ticket)
-        self.taken.add(ticket)
+        self.taken += 1
         ticket.pending = self.stream.submit(ticket.teacher_batch or {})
         ticket.teacher_batch = None
 
-    def release(self, ticket: Ticket) -> None:
-        self.taken.discard(ticket)
+    def release(self) -> None:
+        self.taken -= 1
         self.fill()
-
-    def close(self) -> None:
-        """Nobody will come for the answers that are still out."""
-        self.waiting.clear()
-        for ticket in self.taken:
-            if ticket.pending is not None:
-                ticket.pending.cancel()
-        self.taken.clear()
 
 
 @dataclass(eq=False)
@@ -125,9 +117,9 @@ class Ticket:
 
     def release(self) -> None:
         """The answer has been used; its memory may go and its slot is free."""
-        self.pending = None
-        if self.window is not None:
-            self.window.release(self)
+        if self.pending is not None and self.window is not None:
+            self.pending = None
+            self.window.release()
 
 
 class LookaheadLoader:
@@ -180,24 +172,20 @@ class LookaheadLoader:
         drawn: deque[Any] = deque()
         ahead = max(self.depth - 1, 0)
         exhausted = False
-        try:
-            while True:
-                while not exhausted and len(drawn) <= ahead:
-                    try:
-                        with random_stream.active():
-                            batch = next(iterator)
-                    except StopIteration:
-                        exhausted = True
-                        break
-                    asks = window is not None and skip == 0
-                    skip = max(skip - 1, 0)
-                    drawn.append(self._with_ticket(batch, window if asks else None, random_stream.state))
-                if not drawn:
-                    return
-                yield drawn.popleft()
-        finally:
-            if window is not None:
-                window.close()
+        while True:
+            while not exhausted and len(drawn) <= ahead:
+                try:
+                    with random_stream.active():
+                        batch = next(iterator)
+                except StopIteration:
+                    exhausted = True
+                    break
+                asks = window is not None and skip == 0
+                skip = max(skip - 1, 0)
+                drawn.append(self._with_ticket(batch, window if asks else None, random_stream.state))
+            if not drawn:
+                return
+            yield drawn.popleft()
 
     def _with_ticket(self, batch: Any, window: Window | None, state: dict[str, Any]) -> Any:
         if not isinstance(batch, Mapping):

@@ -89,9 +89,6 @@ class PendingAnswer(Protocol):
     def result(self) -> TeacherOutput:
         """Wait for it. Raises TeacherError if the teacher failed or the time is up."""
 
-    def cancel(self) -> None:
-        """It is not wanted any more."""
-
     @property
     def nbytes(self) -> int:
         """Bytes that travelled; known after :meth:`result`."""

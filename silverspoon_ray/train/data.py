@@ -14,11 +14,14 @@ from silverspoon_ray.train.plan import Shipped, WorkerPlan
 
 
 class RayDataRows(IterableDataset):  # type: ignore[type-arg]
-    """The rows of a ``ray.data`` dataset, one sample each; the Trainer batches and collates them as usual.
+    """This worker's rows of a ``ray.data`` dataset, one sample each; the Trainer batches and collates them as usual.
 
     Args:
         name: the dataset's name in the run.
     """
+
+    divided_by_rank = True
+    """Ranks see different rows already: see ``BaseDistiller.get_train_dataloader``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -67,17 +70,21 @@ def ship_dataset(dataset: Any) -> Any:
     return Shipped.put(dataset)
 
 
-def unpack_dataset(plan: WorkerPlan, name: str, rows: int | None) -> Any:
+def unpack_dataset(plan: WorkerPlan, name: str, world_size: int) -> Any:
     """The dataset in this process.
 
     Args:
         plan: the worker's plan.
         name: ``"train"`` or ``"eval"``.
-        rows: this worker's rows of a ``ray.data`` dataset, None if unknown.
+        world_size: number of workers.
     """
     if name not in plan.datasets:
         return None
     given = plan.datasets[name]
-    if given is None:
-        return RayDataRows(name) if rows is None else CountedRayDataRows(name, rows)
-    return given.get() if isinstance(given, Shipped) else given()
+    if given is not None:
+        return given.get() if isinstance(given, Shipped) else given()
+    if name == "eval":
+        # Whole, and with an index: only then can ranks divide an uneven set so that every sample counts exactly once.
+        return list(ray.train.get_dataset_shard(name).iter_rows())
+    rows = plan.ray_data_rows.get(name)
+    return RayDataRows(name) if rows is None else CountedRayDataRows(name, rows // world_size)

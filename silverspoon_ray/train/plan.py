@@ -38,7 +38,7 @@ class WorkerPlan:
         teacher: a handle, or where a teacher of this worker's own comes from.
         datasets: by name (``"train"``, ``"eval"``): a zero-argument callable, a shipped dataset, or None for a
             ``ray.data`` shard.
-        ray_data_rows: by name, rows in the whole ``ray.data`` dataset where they are known.
+        ray_data_rows: by name, rows in the whole ``ray.data`` dataset where they had to be counted.
         distiller_kwargs: further keywords of the distiller.
         resume_from_checkpoint: a Hugging Face checkpoint directory to go on from, if the run has none of its own yet.
         run_key: names the scratch directory of this ``fit()``.

@@ -182,7 +182,7 @@ class DistillationTrainer(TorchTrainer):
     def _plan(self, teacher: Any) -> WorkerPlan:
         rows = {}
         for name, dataset in self.datasets.items():
-            if name == "eval" or self.arguments.get("max_steps", -1) <= 0:
+            if name == "train" and self.arguments.get("max_steps", -1) <= 0:  # epochs have to be counted
                 rows[name] = dataset.count()
         return WorkerPlan(
             distiller=self.distiller,

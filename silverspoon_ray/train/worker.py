@@ -42,16 +42,14 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     args = worker_arguments(plan, scratch, on_gpu)
     student = unpack_model(plan.student, "student")
     teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
-    rows = plan.ray_data_rows
-    train_rows = rows["train"] // context.get_world_size() if "train" in rows else None
     kwargs = dict(plan.distiller_kwargs)
     callbacks = [*kwargs.pop("callbacks", None) or [], RayReportCallback(), RayProgressCallback()]
     distiller = plan.distiller(
         student_model=student,
         teacher_model=teacher,
         args=args,
-        train_dataset=unpack_dataset(plan, "train", train_rows),
-        eval_dataset=unpack_dataset(plan, "eval", rows.get("eval")),
+        train_dataset=unpack_dataset(plan, "train", context.get_world_size()),
+        eval_dataset=unpack_dataset(plan, "eval", context.get_world_size()),
         callbacks=callbacks,
         **kwargs,
     )
