@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import ray.data
     import ray.train
     from rich.table import Table
+    from transformers import TrainerCallback
 
     from silverspoon_ray.training_arguments import TrainingArguments
 
@@ -113,13 +114,11 @@ def check(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
 
 
 def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
-    import ray.data
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 
     from silverspoon_ray.train.text_data import PadCollator, load_tokenizer, padding_token
     from silverspoon_ray.train.trainer import DistillationTrainer
 
-    ray.data.DataContext.get_current().enable_progress_bars = sys.stderr.isatty()
     if not debug:
         logging.getLogger("ray.data").setLevel(logging.WARNING)
     keywords = run_config.argument_keywords(run)
@@ -135,6 +134,7 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         distiller_kwargs=run.distiller_kwargs,
         data_collator=PadCollator(padding_token(tokenizer)),
         processing_class=tokenizer,
+        callbacks=None if sys.stderr.isatty() else [_progress_lines()],
         scaling_config=_scaling(run),
         run_config=RunConfig(
             name=run.run.name,
@@ -146,6 +146,21 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         ),
     )
     return trainer.fit()
+
+
+def _progress_lines() -> TrainerCallback:
+    """What the progress bar shows, as plain lines for files and job logs."""
+    from transformers import TrainerCallback
+
+    class ProgressLines(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            losses = [f"{name} {value:.4f}" for name, value in (logs or {}).items() if "loss" in name]
+            if state.is_world_process_zero and losses:
+                print(
+                    f"step {state.global_step} of {state.max_steps}: {', '.join(losses)}", file=sys.stderr, flush=True
+                )
+
+    return ProgressLines()
 
 
 def _dataset(split: str, entries: Sequence[str], run: RunConfigFile) -> ray.data.Dataset:
@@ -196,9 +211,10 @@ def _ray(address: str | None) -> Iterator[None]:
     if address:
         os.environ["RAY_ADDRESS"] = address
     if not sys.stderr.isatty():
-        # Ray colours what it forwards from workers, and what it counts instead of repeating, whatever it writes to.
-        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        # Ray colours what it forwards from workers, and what it counts instead of repeating, whatever it writes to;
+        # bars would fill a file with copies of themselves.
+        for name, value in {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "TQDM_DISABLE": "1"}.items():
+            os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():
@@ -209,6 +225,8 @@ def _ray(address: str | None) -> Iterator[None]:
         # "local": without it Ray would join any cluster that happens to run on this machine.
         ray.init(address=cluster or "local", logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, ValueError) as error:
+        if not cluster:
+            raise
         reason = str(error).strip().splitlines()[0]
         key = "--address" if address else "RAY_ADDRESS"
         raise ConfigError(key, cluster, f"the address of a Ray cluster that is running ({reason})") from error

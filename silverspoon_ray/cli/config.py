@@ -379,7 +379,8 @@ def _check_model_directory(key: str, section: ModelSection) -> None:
     try:
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = "there is no such directory" if not directory.is_dir() else _say(error)
+        missing = "there is none in it" if directory.is_dir() else "there is no such directory"
+        reason = missing if isinstance(error, FileNotFoundError) else _say(error)
         raise ConfigError(key, section.path, f"a model directory with a config.json ({reason})") from error
     if section.init == "pretrained" and not any(next(directory.glob(name), None) for name in WEIGHT_FILES):
         raise ConfigError(key, section.path, f"a directory with weights (model.safetensors), or {key}.init: random")
@@ -574,9 +575,9 @@ def _check_arguments(config: RunConfigFile) -> None:
         raise ConfigError("args.num_train_epochs", args.num_train_epochs, "more than 0, or set args.max_steps")
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
     if config.data.eval is None and strategy != "no":
-        raise ConfigError("args.eval_strategy", strategy, "no; or name the files to evaluate on in data.eval")
+        raise ConfigError("args.eval_strategy", strategy, "'no', or data.eval with the files to evaluate on")
     if config.data.eval is None and args.eval_on_start:
-        raise ConfigError("args.eval_on_start", True, "false; or name the files to evaluate on in data.eval")
+        raise ConfigError("args.eval_on_start", True, "false, or data.eval with the files to evaluate on")
 
 
 def _check_distiller(config: RunConfigFile) -> None:

@@ -187,14 +187,17 @@ def _reverse_kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> 
 
 
 def _jsd(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, beta: float) -> torch.Tensor:
+    tiny = torch.finfo(student.logits.dtype).tiny
     for rows in (student, teacher):
         sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
-        rows.scratch.mul_(sums.reciprocal_())
+        torch.threshold_(
+            rows.scratch.mul_(sums.reciprocal_()), tiny, 0.0
+        )  # subnormal p: p/m would be inexact, and slow
     student_p, teacher_p = student.scratch, teacher.scratch
     # Logarithms of p/m rather than differences of logarithms: p/m is at most 1/beta or 1/(1-beta), and where p is equal
     # in both, lerp gives exactly p and the logarithm exactly 0.
     mixture = torch.lerp(student_p, teacher_p, beta, out=student.logits)
-    mixture.clamp_(min=torch.finfo(mixture.dtype).tiny)  # 0 / 0 where neither has mass
+    mixture.clamp_(min=tiny)  # 0 / 0 where neither has mass
     terms = _log_ratio(teacher_p, mixture, out=teacher.logits).mul_(teacher_p)
     teacher_values = row_sums(terms)
     ratios = _log_ratio(student_p, mixture, out=teacher.scratch)

@@ -61,8 +61,8 @@ def loss_keywords(loss: LossFunction) -> frozenset[str]:
     Args:
         loss: a function, a callable object or an ``nn.Module``, whose ``forward`` is looked at.
     """
-    # Module.__call__ has the signature (*args, **kwargs) whatever the forward takes.
-    called = loss.forward if isinstance(loss, torch.nn.Module) else loss
+    # Module.__call__ has the signature (*args, **kwargs) whatever forward takes; so has a compiled module's forward.
+    called = getattr(loss, "_orig_mod", loss).forward if isinstance(loss, torch.nn.Module) else loss
     try:
         parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,67 @@ CHECKPOINT_SUBDIRECTORY = "checkpoint"
 PER_RANK_FILES = ("rng_state_*", "data_position_*", "*.distcp", "*_zero_*", "__*")
 
 
+class Reporter:
+    """Sends reports to Ray Train from a thread of its own, in order.
+
+    ``ray.train.report`` returns when the run's controller has fetched the previous report, and it looks for one only
+    every so often: called from the training thread, each log would stop the training for that long, and a checkpoint
+    for as long as its upload takes. Every rank sends the same sequence, so the barrier in ``report`` still matches.
+    """
+
+    QUEUED_AT_MOST = 1024
+    CLOSE_TIMEOUT_S = 1800.0
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[dict[str, Any], Path | None] | None] = queue.Queue(self.QUEUED_AT_MOST)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="silverspoon-reporter", daemon=True)
+        self._thread.start()
+
+    def send(self, metrics: dict[str, Any], upload: Path | None = None) -> None:
+        """Queue a report.
+
+        Args:
+            metrics: plain values.
+            upload: a directory to store as the checkpoint; it is deleted afterwards.
+
+        Raises:
+            the error of an earlier report, e.g. of an upload.
+        """
+        self._raise_failure()
+        self._queue.put((metrics, upload), timeout=self.CLOSE_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Wait until everything has been sent.
+
+        Raises:
+            TimeoutError: that took longer than :attr:`CLOSE_TIMEOUT_S`.
+        """
+        self._queue.put(None, timeout=self.CLOSE_TIMEOUT_S)
+        self._thread.join(self.CLOSE_TIMEOUT_S)
+        self._raise_failure()
+        if self._thread.is_alive():
+            raise TimeoutError(f"reports to Ray Train were not taken within {self.CLOSE_TIMEOUT_S:g} s")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while (report := self._queue.get()) is not None:
+            metrics, upload = report
+            if self._failure is not None:
+                continue  # keep taking reports, so that the training thread comes to where it sees the failure
+            try:
+                checkpoint = ray.train.Checkpoint.from_directory(str(upload)) if upload is not None else None
+                ray.train.report(metrics, checkpoint=checkpoint)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                if upload is not None:
+                    shutil.rmtree(upload, ignore_errors=True)
+
+
 class RayReportCallback(TrainerCallback):
     """Every log goes to Ray Train, every saved checkpoint to the run's storage.
 
@@ -32,6 +95,7 @@ class RayReportCallback(TrainerCallback):
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
+        self.reporter = Reporter()
 
     def on_log(
         self,
@@ -41,30 +105,29 @@ class RayReportCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.metrics.update(logs or {})
-        self.metrics["step"] = state.global_step
-        ray.train.report({**(logs or {}), "step": state.global_step})
+        report = {**(logs or {}), "step": state.global_step}
+        self.metrics.update(report)
+        self.reporter.send(report)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if dist.is_initialized() and args.world_size > 1:
             dist.barrier()  # the other ranks of this node have written their files too
         context = ray.train.get_context()
-        saved = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         metrics = {**self.metrics, "step": state.global_step}
         if context.get_local_rank() != 0:
-            ray.train.report(metrics)
+            self.reporter.send(metrics)
             return
+        saved = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         upload = Path(args.output_dir) / f"upload-{state.global_step}-{context.get_world_rank()}"
         shutil.rmtree(upload, ignore_errors=True)
         everything = context.get_world_rank() == 0
         _link_tree(saved, upload / CHECKPOINT_SUBDIRECTORY, ("*",) if everything else PER_RANK_FILES)
-        # Ray Train deletes the links after a synchronous upload only if asked to; the Trainer's own directory stays.
-        ray.train.report(
-            metrics,
-            checkpoint=ray.train.Checkpoint.from_directory(str(upload)),
-            delete_local_checkpoint_after_upload=True,
-        )
-        shutil.rmtree(upload, ignore_errors=True)
+        self.reporter.send(metrics, upload)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.reporter.close()
 
 
 class RayProgressCallback(TrainerCallback):

@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from silverspoon_ray.training_arguments import TrainingArguments, check_keywords
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "log_history.json"
+HEALTH_CHECK_INTERVAL_S_ENV_VAR = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
+REPORT_POLL_S = 0.1
 
 
 class DistillationTrainer(TorchTrainer):
@@ -164,7 +167,8 @@ class DistillationTrainer(TorchTrainer):
                 teacher = ship_model(teacher)
             self._check_room_for_students()
             self.train_loop_config = {"plan": self._plan(teacher)}
-            result = super().fit()
+            with _controller_polls_often():
+                result = super().fit()
         except ray.train.TrainingFailedError as failed:
             cause = _own_error(failed)
             if cause is None:
@@ -235,6 +239,20 @@ def default_run_config(run_config: RunConfig | None, args: TrainingArguments) ->
         kept = CheckpointConfig(num_to_keep=max(1, args.save_total_limit))
         config = dataclasses.replace(config, checkpoint_config=kept)
     return config
+
+
+@contextmanager
+def _controller_polls_often() -> Iterator[None]:
+    """Ray Train's controller takes one report of each worker per poll; its default of two seconds is made for runs that
+    report every few minutes, and would hold up one that logs every few steps. A value the user has set stays."""
+    if HEALTH_CHECK_INTERVAL_S_ENV_VAR in os.environ:
+        yield
+        return
+    os.environ[HEALTH_CHECK_INTERVAL_S_ENV_VAR] = str(REPORT_POLL_S)
+    try:
+        yield
+    finally:
+        del os.environ[HEALTH_CHECK_INTERVAL_S_ENV_VAR]
 
 
 def _checkpoint_directory(given: str | os.PathLike[str] | Checkpoint | None) -> str | None:

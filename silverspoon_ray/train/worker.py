@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -35,6 +36,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     if not on_gpu:
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         torch.set_num_threads(max(1, int(cpus)))
+    # What people follow is the progress bar and the result; a line for each report would bury both.
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -43,7 +46,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     student = unpack_model(plan.student, "student")
     teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
     kwargs = dict(plan.distiller_kwargs)
-    callbacks = [*kwargs.pop("callbacks", None) or [], RayReportCallback(), RayProgressCallback()]
+    callbacks = [*(kwargs.pop("callbacks", None) or []), RayReportCallback(), RayProgressCallback()]
     distiller = plan.distiller(
         student_model=student,
         teacher_model=teacher,

@@ -1,0 +1,124 @@
+"""Losses by name, and what a callable can be given."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.losses import accepts_mask, get_loss_function, jsd_loss, kl_divergence_loss, loss_keywords
+
+BOTH = {"mask", "num_items"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        ("kl_divergence", {}, kl_divergence_loss()),
+        ("kl_div", {"temperature": 2.0, "chunk_size": 3}, kl_divergence_loss(temperature=2.0, chunk_size=3)),
+        ("kl_div", {"reverse": True}, kl_divergence_loss(reverse=True)),
+        ("reverse_kl", {"temperature": 2.0}, kl_divergence_loss(temperature=2.0, reverse=True)),
+        ("jsd", {"beta": 0.2}, jsd_loss(beta=0.2)),
+    ],
+)
+def test_names(name: str, kwargs: dict[str, Any], expected: object) -> None:
+    assert get_loss_function(name, **kwargs) == expected
+
+
+@pytest.mark.parametrize("name", ["kl_divergence", "kl_div", "jsd"])
+def test_same_values_as_silverspoon_kd(name: str) -> None:
+    kd = pytest.importorskip("silverspoon_kd")
+    student, teacher = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1)).unbind()
+    ours, theirs = (f(name, temperature=3.0)(student, teacher) for f in (get_loss_function, kd.get_loss_function))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "hints"),
+    [
+        ("kl_divergance", ["did you mean 'kl_divergence'"]),
+        ("JSD", ["known:"]),
+        ("nothing like it", ["known:"]),
+        (None, ["known:"]),
+        (["jsd"], ["known:"]),
+    ],
+)
+def test_unknown_name(name: Any, hints: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_loss_function(name)
+    assert caught.value.key == "loss_type"
+    for hint in [*hints, repr(name), "jsd, kl_div, kl_divergence, reverse_kl"]:
+        assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "hints"),
+    [
+        ("jsd", "temprature", ["did you mean 'temperature'", "beta, chunk_size, temperature"]),
+        ("kl_div", "beta", ["kl_div", "chunk_size, reverse, temperature"]),
+        ("reverse_kl", "reverse", ["reverse_kl", "chunk_size, temperature"]),
+    ],
+)
+def test_unknown_keyword(name: str, key: str, hints: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_loss_function(name, **{key: 0.5})
+    assert caught.value.key == key
+    for hint in hints:
+        assert hint in str(caught.value)
+
+
+def test_bad_value_names_the_keyword() -> None:
+    with pytest.raises(ConfigError, match=r"^beta=1\.5"):
+        get_loss_function("jsd", beta=1.5)
+
+
+def _plain(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    return (student - teacher).square().mean()
+
+
+def _masked(student: torch.Tensor, teacher: torch.Tensor, mask: Any = None) -> torch.Tensor:
+    return _plain(student, teacher)
+
+
+def _full(student: torch.Tensor, teacher: torch.Tensor, *, mask: Any, num_items: Any) -> torch.Tensor:
+    return _plain(student, teacher)
+
+
+def _anything(student: torch.Tensor, teacher: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return _plain(student, teacher)
+
+
+def _positional(student: torch.Tensor, mask: Any, num_items: Any, /) -> torch.Tensor:
+    return student.mean()
+
+
+class _Module(torch.nn.Module):
+    def forward(self, student: torch.Tensor, teacher: torch.Tensor, mask: Any = None, num_items: Any = None) -> Any:
+        return _plain(student, teacher)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (kl_divergence_loss(), BOTH),
+        (jsd_loss(), BOTH),
+        (_full, BOTH),
+        (functools.partial(_full, num_items=3), BOTH),
+        (_Module(), BOTH),
+        (torch.compile(_Module(), backend="eager"), BOTH),
+        (_masked, {"mask"}),
+        (functools.partial(_full, num_items=3).func, BOTH),
+        (_plain, set()),
+        (_anything, set()),
+        (_positional, set()),
+        (torch.nn.MSELoss(), set()),
+        (torch.nn.functional.mse_loss, set()),
+        (min, set()),
+    ],
+)
+def test_loss_keywords(loss: Any, expected: set[str]) -> None:
+    assert loss_keywords(loss) == expected
+    assert accepts_mask(loss) == (expected == BOTH)
