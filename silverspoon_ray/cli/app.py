@@ -34,6 +34,9 @@ FAILURE_LOG = "failure.log"
 PLAIN_WIDTH = 200  # columns, where the output is no terminal
 LONGEST_VALUE = 200  # characters of a value in an error
 MOST_FILES = 20  # data files that `check` lists one by one
+# Read when ray and tqdm are imported. Ray colours what it forwards from workers, and what it counts instead of
+# repeating, whatever it writes to; progress bars would fill a file with copies of themselves.
+PLAIN_ENVIRONMENT = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "TQDM_DISABLE": "1"}
 ANY_DEVICE = "GPU (CPU where there is none)"
 
 app = typer.Typer(
@@ -62,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit code.
     """
+    if not sys.stderr.isatty():
+        for name, value in PLAIN_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="silverspoon-ray", standalone_mode=False)
@@ -156,9 +162,9 @@ def _progress_lines() -> TrainerCallback:
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             losses = [f"{name} {value:.4f}" for name, value in (logs or {}).items() if "loss" in name]
             if state.is_world_process_zero and losses:
-                print(
-                    f"step {state.global_step} of {state.max_steps}: {', '.join(losses)}", file=sys.stderr, flush=True
-                )
+                # Not print: Ray Train copies what is printed into its log, which comes to the driver as well.
+                logger = logging.getLogger("silverspoon_ray.progress")
+                logger.info("step %d of %d: %s", state.global_step, state.max_steps, ", ".join(losses))
 
     return ProgressLines()
 
@@ -174,6 +180,7 @@ def _dataset(split: str, entries: Sequence[str], run: RunConfigFile) -> ray.data
     if dataset.count() == 0:
         expected = f"text of at least data.max_length={data.max_length} tokens" if data.packing else "files with text"
         raise ConfigError(key, list(entries), expected)
+    dataset.context.enable_progress_bars = False  # of reading it again and again, beside that of training
     return dataset
 
 
@@ -210,11 +217,6 @@ def _ray(address: str | None) -> Iterator[None]:
     """A connection to the cluster, or a local Ray for as long as this lasts. One that exists already is used."""
     if address:
         os.environ["RAY_ADDRESS"] = address
-    if not sys.stderr.isatty():
-        # Ray colours what it forwards from workers, and what it counts instead of repeating, whatever it writes to;
-        # bars would fill a file with copies of themselves.
-        for name, value in {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "TQDM_DISABLE": "1"}.items():
-            os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():

@@ -161,11 +161,14 @@ def validate(config: RunConfigFile) -> None:
         _check_on_hub("data.tokenizer", config.data.tokenizer, "tokenizer_config.json")
     for key in ("teacher", "student"):
         _check_on_hub(key, getattr(config, key).path, "config.json")
-    # From here on torch and transformers are imported: some seconds.
+    # From here on every line needs more of torch and transformers than the one before: seconds of imports.
+    _check_loss(config.distiller_kwargs)
     with _quiet():
+        models = {key: _check_model(key, getattr(config, key)) for key in ("teacher", "student")}
+        tokens = _check_tokenizer(config)
         _check_arguments(config)
         _check_distiller(config)
-        _check_vocabulary(config, _check_tokenizer(config))
+        _check_vocabulary(config, models, tokens)
 
 
 # ---------------------------------------------------------------- what the sections stand for
@@ -337,21 +340,23 @@ def _schema_error(error: ValidationError, given: Mapping[str, Any]) -> ConfigErr
     path = [part for part in problem["loc"] if part != "[key]"]
     key = ".".join(str(part) for part in path)
     section: type[BaseModel] = RunConfigFile
-    field = None
+    field, inside = None, False
     for part in path:
-        field = section.model_fields.get(str(part))
-        if field is None:
-            break
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            section = field.annotation
+        found = section.model_fields.get(str(part)) if not inside else None
+        if found is None:
+            break  # unknown, or an entry of a list or mapping
+        field = found
+        inside = not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+        if not inside:
+            section = typing.cast(type[BaseModel], field.annotation)
     if problem["type"] == "extra_forbidden":
         return ConfigError(key, problem["input"], f"unknown key; {_nearest(str(path[-1]), section.model_fields)}")
+    described = field.description if field is not None and field.description else problem["msg"]
     if problem["type"] == "missing":
-        return ConfigError(key, None, f"required: {field.description if field else problem['msg']}")
-    expected = field.description if field is not None and field.description else problem["msg"]
-    if isinstance(path[-1], int) or key.count(".") > 1:
-        expected = f"{expected} ({problem['msg']})"
-    return ConfigError(key, problem["input"], expected)
+        return ConfigError(key, None, f"required: {described}")
+    if len(path) > 2 or isinstance(path[-1], int):
+        described = f"{described} ({problem['msg'].lower()})"
+    return ConfigError(key, problem["input"], described)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -545,6 +550,22 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     raise ConfigError(key, value, " or ".join(words))
 
 
+def _check_loss(given: Mapping[str, Any]) -> None:
+    from silverspoon_ray.losses import get_loss_function
+
+    loss, keywords = given.get("soft_loss_fn"), given.get("soft_loss_fn_kwargs")
+    if not isinstance(loss, str | NoneType):
+        raise ConfigError("distiller_kwargs.soft_loss_fn", loss, "the name of a loss, e.g. kl_divergence")
+    if not isinstance(keywords, Mapping | NoneType):
+        raise ConfigError("distiller_kwargs.soft_loss_fn_kwargs", keywords, "keywords, e.g. {temperature: 2.0}")
+    try:
+        get_loss_function(loss or "kl_divergence", **(keywords or {}))
+    except ConfigError as error:
+        name = error.key.rpartition(".")[2]
+        below = f"_kwargs.{name}" if name in (keywords or {}) else ""
+        raise _renamed(error, f"distiller_kwargs.soft_loss_fn{below}") from error
+
+
 def _check_arguments(config: RunConfigFile) -> None:
     import torch
 
@@ -582,7 +603,6 @@ def _check_arguments(config: RunConfigFile) -> None:
 
 def _check_distiller(config: RunConfigFile) -> None:
     from silverspoon_ray.distillers.factory import distiller_class
-    from silverspoon_ray.distillers.response_based import soft_loss_from
 
     distiller = distiller_class(config.distiller)
     # The keywords that come from other sections, and those that no YAML value can give.
@@ -596,17 +616,6 @@ def _check_distiller(config: RunConfigFile) -> None:
     for name in ("use_liger_kernel", "output_head_layer"):
         if given.get(name):
             raise NotYetError(f"distiller_kwargs.{name}", given[name], "not built yet, leave it out")
-    loss, keywords = given.get("soft_loss_fn"), given.get("soft_loss_fn_kwargs")
-    if not isinstance(loss, str | NoneType):
-        raise ConfigError("distiller_kwargs.soft_loss_fn", loss, "the name of a loss, e.g. kl_divergence")
-    if not isinstance(keywords, Mapping | NoneType):
-        raise ConfigError("distiller_kwargs.soft_loss_fn_kwargs", keywords, "keywords, e.g. {temperature: 2.0}")
-    try:
-        soft_loss_from(loss, keywords)
-    except ConfigError as error:
-        name = error.key.rpartition(".")[2]
-        below = f"_kwargs.{name}" if name in (keywords or {}) else ""
-        raise _renamed(error, f"distiller_kwargs.soft_loss_fn{below}") from error
 
 
 def _check_tokenizer(config: RunConfigFile) -> int | None:
@@ -632,19 +641,20 @@ def _check_tokenizer(config: RunConfigFile) -> int | None:
     return len(tokenizer)
 
 
-def _check_vocabulary(config: RunConfigFile, tokens: int | None) -> None:
+def _check_model(key: str, section: ModelSection) -> Any:
+    """The model's configuration; where it has been changed, a model that can be built from it."""
+    return meta_model(key, section).config if section.init == "random" else _model_config(key, section)
+
+
+def _check_vocabulary(config: RunConfigFile, models: Mapping[str, Any], tokens: int | None) -> None:
     from silverspoon_ray.distillers.vocabulary import common_vocabulary, vocabulary_size
 
-    sizes = []
-    for key in ("teacher", "student"):
-        section: ModelSection = getattr(config, key)
-        fresh = section.init == "random"  # then nobody has tried yet whether the values fit together
-        size = vocabulary_size(meta_model(key, section).config if fresh else _model_config(key, section))
+    sizes = {key: vocabulary_size(model) for key, model in models.items()}
+    for key, size in sizes.items():
         if size is not None and tokens is not None and tokens > size:
             expected = f"a tokenizer of at most {size} tokens, the vocabulary of the {key}; this one has {tokens}"
             raise ConfigError("data.tokenizer", config.data.tokenizer, expected)
-        sizes.append(size)
-    teacher, student = sizes
+    teacher, student = sizes["teacher"], sizes["student"]
     if teacher is None or student is None:
         return
     try:

@@ -90,7 +90,11 @@ class BaseDistiller(Trainer):
 
         # ---- student and its losses ----------------------------------------------------
         self.traits = TaskLossTraits(self.model)
-        self.position_rule = PositionRule(args.distill_mask, self._loss_shifts_labels, self.traits.token_level)
+        # Trainer's own answer, which it counts labels by, is wrong for GPT-2 and its like.
+        self._loss_shifts_labels = self.traits.shifts_labels
+        self.position_rule = PositionRule(
+            args.distill_mask, self.traits.shifts_labels, self.traits.token_level, self.traits.encoder_decoder
+        )
         # The loss comes out of compute_loss as this micro-batch's share of the whole step: nothing is left to divide.
         self.loss_is_scaled_for_ga = True
 
@@ -177,6 +181,7 @@ class BaseDistiller(Trainer):
         The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
         for after it has ended.
         """
+        inputs = dict(self.position_rule.without_padding(inputs))
         if ticket.window is None:
             ticket.window = Window(self.stream, 0, self.teacher_traffic)
             ticket.teacher_batch = self._teacher_batch(inputs)
@@ -211,16 +216,17 @@ class BaseDistiller(Trainer):
         if count is None:
             raise ConfigError("alpha", self.args.alpha, "0 where batches have no `labels` for a task loss")
         if not self.traits.gives_loss and self.compute_loss_func is None:
+            if inputs["labels"].is_floating_point():
+                raise ConfigError("alpha", self.args.alpha, "0, or a compute_loss_func, where labels are no classes")
             outputs = model(**{key: value for key, value in inputs.items() if key not in self._targets})
             loss = cross_entropy(extract_logits(outputs), inputs["labels"])
         else:
-            # With the batch's own count as denominator the Trainer gives the batch's mean, never 0 / 0.
-            items = count.clamp(min=1) if isinstance(count, torch.Tensor) else count
+            # With the batch's own count as denominator the Trainer gives the batch's mean.
+            items = count.clamp(min=1)
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
             if self.args.average_tokens_across_devices and (self.model_accepts_loss_kwargs or self.compute_loss_func):
                 loss = loss / (self.accelerator.num_processes // self.get_tp_size())
-        if not self.traits.divides_by_items and isinstance(count, torch.Tensor):
-            loss = torch.where(count > 0, loss, torch.zeros_like(loss))
+        loss = torch.where(count > 0, loss, torch.zeros_like(loss))  # a mean over no labels is nan
         return outputs, LossTerm(loss, count, is_task=True)
 
     @property
@@ -339,7 +345,7 @@ class BaseDistiller(Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         soft: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
         task: torch.Tensor | None = soft
-        for batch in batch_samples:
+        for batch in map(self.position_rule.without_padding, batch_samples):
             mask = self.position_rule.mask(batch)
             soft = soft + (self.position_rule.positions(batch) if mask is None else mask.sum())
             labels = counted_labels(batch, self._loss_shifts_labels)

@@ -28,11 +28,31 @@ class PositionRule:
             where that label does, and the last position never counts.
         token_level: the logits have a position for every token; False: one row for each sample (classification);
             None: not known from the model, the labels decide.
+        encoder_decoder: the logits belong to the decoder's positions, ``attention_mask`` to the encoder's.
     """
 
     mode: str = "auto"
     shifts: bool = False
     token_level: bool | None = None
+    encoder_decoder: bool = False
+
+    def without_padding(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The batch with labels ignored that lie on padding or, for a causal model, are predicted from padding.
+
+        The logits of padding before a sample's first token would otherwise be scored on that token, while without
+        the padding nothing predicts it. With ``"none"`` the batch is left as it is.
+        """
+        attention = self._attention(batch)
+        if self.mode == "none" or attention is None or not self._is_token_level(batch):
+            return batch
+        real = attention != 0
+        predicted_from_real = torch.cat([real[:, :1], real[:, 1:] & real[:, :-1]], dim=1) if self.shifts else real
+        cleaned = {}
+        for key, counted in (("labels", predicted_from_real), ("shift_labels", real)):
+            labels = batch.get(key)
+            if isinstance(labels, torch.Tensor) and labels.shape == counted.shape:
+                cleaned[key] = labels.masked_fill(~counted, IGNORED)
+        return {**batch, **cleaned} if cleaned else batch
 
     def mask(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Boolean, ``[batch, positions]`` or ``[batch]``; None: everything counts.
@@ -80,15 +100,12 @@ class PositionRule:
         return torch.cat([counted[..., 1:], torch.zeros_like(counted[..., :1])], dim=-1)
 
     def _from_attention(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        if not self._is_token_level(batch):
-            return None
-        for key in ("decoder_attention_mask", "attention_mask"):
-            attention = batch.get(key)
-            if key == "attention_mask" and "decoder_input_ids" in batch:
-                return None  # it belongs to the encoder; the decoder's positions are all real without a mask
-            if isinstance(attention, torch.Tensor) and attention.dim() == 2:
-                return attention != 0
-        return None
+        attention = self._attention(batch)
+        return attention != 0 if attention is not None and self._is_token_level(batch) else None
+
+    def _attention(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        attention = batch.get("decoder_attention_mask" if self.encoder_decoder else "attention_mask")
+        return attention if isinstance(attention, torch.Tensor) and attention.dim() == 2 else None
 
 
 def check_mask(mask: torch.Tensor | None, logits: torch.Tensor, mode: str) -> None:

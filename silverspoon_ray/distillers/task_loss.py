@@ -14,9 +14,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 
 from silverspoon_ray.distillers.masks import IGNORED
 
-# Losses that divide by num_items_in_batch when it is given. Others take the keyword and ignore it.
-_DIVIDE_BY_ITEMS = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
-_TOKEN_LEVEL_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+_TOKEN_LEVEL_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification)
 
 
 class TaskLossTraits:
@@ -24,27 +22,36 @@ class TaskLossTraits:
 
     Attributes:
         gives_loss: its forward takes ``labels`` and returns a loss.
-        divides_by_items: that loss divides by ``num_items_in_batch`` when it is given.
+        shifts_labels: it is a causal language model: the logits at position t are scored with label t+1.
         token_level: its logits have a position for every token; None: not known.
+        encoder_decoder: its logits belong to the decoder's positions.
     """
 
     def __init__(self, model: nn.Module) -> None:
         unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
-        parameters = inspect.signature(unwrapped.forward).parameters
-        self.gives_loss = "labels" in parameters
-        self.takes_labels = self.gives_loss
-        loss_type = getattr(unwrapped, "loss_type", None)
-        encoder_decoder = bool(getattr(getattr(unwrapped, "config", None), "is_encoder_decoder", False))
-        self.divides_by_items = (
-            isinstance(unwrapped, PreTrainedModel)
-            and LOSS_MAPPING.get(loss_type) in _DIVIDE_BY_ITEMS
-            # Encoder-decoder classes compute their loss themselves, whatever the mapping says of their name.
-            and not encoder_decoder
-            and any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        )
+        self.gives_loss = "labels" in inspect.signature(unwrapped.forward).parameters
+        self.shifts_labels = False
         self.token_level: bool | None = None
-        if isinstance(unwrapped, PreTrainedModel):
-            self.token_level = loss_type in _TOKEN_LEVEL_LOSSES or encoder_decoder
+        self.encoder_decoder = bool(getattr(getattr(unwrapped, "config", None), "is_encoder_decoder", False))
+        if not isinstance(unwrapped, PreTrainedModel):
+            return
+        loss = LOSS_MAPPING.get(_loss_type(unwrapped))
+        self.shifts_labels = loss is ForCausalLMLoss and not self.encoder_decoder
+        if loss is not None or self.encoder_decoder:
+            self.token_level = loss is None or loss in _TOKEN_LEVEL_LOSSES
+
+
+def _loss_type(model: PreTrainedModel) -> str | None:
+    """The name of the model's loss in transformers' table, None where it has one of its own making.
+
+    transformers reads it off the class name, which fails for GPT2LMHeadModel and its like: their ``loss_type`` is None,
+    and ``loss_function`` then gives the causal loss to whoever asks for it, as the forward of these classes does.
+    """
+    loss_type: str | None = getattr(model, "loss_type", None)
+    if loss_type is None:
+        code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+        return "ForCausalLM" if code is not None and "loss_function" in code.co_names else None
+    return loss_type
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -58,15 +65,19 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def counted_labels(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | None:
-    """How many labels the task loss averages over, as a 0-d integer tensor; None where labels are no integers.
+    """How many labels the task loss averages over, as a 0-d integer tensor; None where there are no labels.
+
+    Labels of a floating dtype (regression, multi-label classification) have no ignored value: every sample counts.
 
     Args:
         batch: with ``labels``.
         shifts: causal language models never predict the first label.
     """
     labels = batch.get("shift_labels", batch.get("labels"))
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+    if not isinstance(labels, torch.Tensor):
         return None
+    if labels.is_floating_point():
+        return torch.tensor(len(labels), device=labels.device)
     if shifts and "shift_labels" not in batch:
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()

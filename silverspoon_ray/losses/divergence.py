@@ -20,12 +20,8 @@ from numbers import Real
 import torch
 
 from silverspoon_ray.errors import ConfigError
-from silverspoon_ray.losses.chunks import Rows, chunked_loss, row_sums
-
-# Floor of log-probabilities. A logit of -inf (or of finfo.min over a small temperature) would make nan = 0 * inf of a
-# probability that is exactly zero. At -1e4 the probability is still exactly zero, exp(-1e4) in any dtype, and what is
-# computed from its logarithm is finite, in float16 (up to 65504) too.
-LOG_ZERO = -1e4
+from silverspoon_ray.losses.chunks import RowKernel, chunked_loss
+from silverspoon_ray.losses.kernels import LOG_ZERO, jsd_rows, kl_rows, reverse_kl_rows
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class KLDivergenceLoss:
         Raises:
             ConfigError: shapes or devices that do not belong together, a mask that is not bool.
         """
-        kernel, formula = (_reverse_kl, _reverse_kl_formula) if self.reverse else (_kl, _kl_formula)
+        kernel, formula = (reverse_kl_rows, _reverse_kl_formula) if self.reverse else (kl_rows, _kl_formula)
         return _divergence(
             student, teacher, kernel, formula, mask, num_items, float(self.temperature), int(self.chunk_size)
         )
@@ -110,7 +106,7 @@ class JSDLoss:
     ) -> torch.Tensor:
         """The loss as a 0-d tensor; arguments, dtypes and errors as those of `KLDivergenceLoss.__call__`."""
         beta = float(self.beta)
-        kernel, formula = partial(_jsd, beta=beta), partial(_jsd_formula, beta=beta)
+        kernel, formula = partial(jsd_rows, beta=beta), partial(_jsd_formula, beta=beta)
         return _divergence(
             student, teacher, kernel, formula, mask, num_items, float(self.temperature), int(self.chunk_size)
         )
@@ -129,7 +125,7 @@ def jsd_loss(*, temperature: float = 1.0, beta: float = 0.5, chunk_size: int = 0
 def _divergence(
     student: torch.Tensor,
     teacher: torch.Tensor,
-    kernel: Callable[[Rows, Rows, torch.Tensor | None], torch.Tensor],
+    kernel: RowKernel,
     formula: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     mask: torch.Tensor | None,
     num_items: int | float | torch.Tensor | None,
@@ -158,67 +154,7 @@ def _divergence(
     return values.sum() * temperature**2 / denominator
 
 
-# --- Row kernels (see chunks.RowKernel). In KL, logarithms of probabilities occur only as differences; the logarithm of
-# --- the ratio of the two sums of exp is more exact than the difference of their logarithms.
-
-
-def _kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
-    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
-    # sum p_t (log p_t - log p_s)
-    terms = teacher.logits.sub_(student.logits).mul_(teacher.scratch)
-    values = row_sums(terms) / teacher_sum - (teacher_sum / student_sum).log_()
-    if gradient is not None:  # p_s - p_t: the same operations on both, so that equal logits give exactly 0
-        student.scratch.mul_(student_sum.reciprocal_())
-        teacher.scratch.mul_(teacher_sum.reciprocal_())
-        torch.sub(student.scratch, teacher.scratch, out=gradient)
-    return values.view(-1)
-
-
-def _reverse_kl(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
-    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
-    ratios = student.logits.sub_(teacher.logits)  # log p_s - log p_t, but for a constant of the row
-    terms = torch.mul(student.scratch, ratios, out=teacher.scratch)
-    means = row_sums(terms).div_(student_sum)
-    values = means - (student_sum / teacher_sum).log_()
-    if gradient is not None:  # p_s (log p_s - log p_t - value), where the constant cancels
-        student.scratch.mul_(student_sum.reciprocal_())
-        torch.mul(student.scratch, ratios.sub_(means), out=gradient)
-    return values.view(-1)
-
-
-def _jsd(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, beta: float) -> torch.Tensor:
-    tiny = torch.finfo(student.logits.dtype).tiny
-    for rows in (student, teacher):
-        sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
-        torch.threshold_(
-            rows.scratch.mul_(sums.reciprocal_()), tiny, 0.0
-        )  # subnormal p: p/m would be inexact, and slow
-    student_p, teacher_p = student.scratch, teacher.scratch
-    # Logarithms of p/m rather than differences of logarithms: p/m is at most 1/beta or 1/(1-beta), and where p is equal
-    # in both, lerp gives exactly p and the logarithm exactly 0.
-    mixture = torch.lerp(student_p, teacher_p, beta, out=student.logits)
-    mixture.clamp_(min=tiny)  # 0 / 0 where neither has mass
-    terms = _log_ratio(teacher_p, mixture, out=teacher.logits).mul_(teacher_p)
-    teacher_values = row_sums(terms)
-    ratios = _log_ratio(student_p, mixture, out=teacher.scratch)
-    student_values = row_sums(torch.mul(student_p, ratios, out=student.logits))
-    if gradient is not None:  # (1 - beta) p_s (log(p_s / m) - sum p_s log(p_s / m))
-        torch.mul(student_p, ratios.sub_(student_values), out=gradient).mul_(1.0 - beta)
-    return teacher_values.mul_(beta).add_(student_values, alpha=1.0 - beta).view(-1)
-
-
-def _exponentials(rows: Rows) -> torch.Tensor:
-    """Write exp(logits) to the scratch and hold the log-probabilities at LOG_ZERO; return the sums of exp [r, 1]."""
-    sums = row_sums(torch.exp(rows.logits, out=rows.scratch))
-    torch.maximum(rows.logits, sums.log().add_(LOG_ZERO), out=rows.logits)
-    return sums
-
-
-def _log_ratio(p: torch.Tensor, mixture: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return torch.div(p, mixture, out=out).log_().clamp_(min=LOG_ZERO)
-
-
-# --- The same for autograd: log-probabilities [..., V] of student and teacher to values [...].
+# --- The kernels' formulas for autograd: log-probabilities [..., V] of student and teacher to values [...].
 
 
 def _kl_formula(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:

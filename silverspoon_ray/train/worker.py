@@ -28,7 +28,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
         config: ``{"plan": WorkerPlan}``.
 
     Returns:
-        ``{"log_history": [...]}``, of rank 0's Trainer state.
+        ``log_history`` of the Trainer's state, and ``process``: pid, node and device. Ray Train keeps rank 0's.
     """
     plan: WorkerPlan = config["plan"]
     context = ray.train.get_context()
@@ -36,10 +36,7 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     if not on_gpu:
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
         torch.set_num_threads(max(1, int(cpus)))
-    # What people follow is the progress bar and the result; a line for each report would bury both.
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    _quiet_logs()
 
     scratch = Path(tempfile.gettempdir()) / f"silverspoon_ray-{os.getuid()}" / plan.run_key
     args = worker_arguments(plan, scratch, on_gpu)
@@ -67,7 +64,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     finally:
         if context.get_local_rank() == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-    return {"log_history": distiller.state.log_history}
+    process = {"pid": os.getpid(), "node_id": ray.get_runtime_context().get_node_id(), "device": str(args.device)}
+    return {"log_history": distiller.state.log_history, "process": process}
 
 
 def worker_arguments(plan: WorkerPlan, scratch: Path, on_gpu: bool) -> TrainingArguments:
@@ -84,3 +82,13 @@ def worker_arguments(plan: WorkerPlan, scratch: Path, on_gpu: bool) -> TrainingA
         keywords["use_cpu"] = True
     return TrainingArguments(**keywords)
 
+
+
+def _quiet_logs() -> None:
+    """What people follow is the progress bar and the result; a line for each report would bury both."""
+    ray_train = os.path.dirname(ray.train.__file__)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith((ray_train, "ray.train")):  # some of Ray's loggers are named by their file
+            logging.getLogger(name).setLevel(logging.WARNING)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

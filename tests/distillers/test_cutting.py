@@ -1,0 +1,123 @@
+"""Cutting changes nothing: 8 samples as 8x1, 4x2, 2x4 or 1x8, over 1 or 2 ranks, however padded, are one batch.
+
+The yardstick is :func:`tests.distillers.kinds.reference_steps`: float64, one sample at a time, no padding, no mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import silverspoon_ray
+from silverspoon_ray.distillers import ResponseBasedDistiller
+from tests.distillers.kinds import KINDS, SOFT, Collator, Padding, mean_squared, numbered, reference_steps
+from tests.distillers.ranks import on_ranks
+from tests.support import trained, training_arguments
+
+STEPS, BATCH, LEARNING_RATE = 3, 8, 0.1
+CUTS = [(1, 8), (2, 4), (4, 2), (8, 1)]
+"""(samples in a micro-batch, micro-batches in a step)"""
+PADDINGS = [
+    ((8, 1), Padding("left")),
+    ((2, 4), Padding("left", extra=3, garbage=9)),
+    ((4, 2), Padding("right", extra=5, garbage=7)),
+]
+DIVERGENCES = [
+    ("kl_divergence", {}),
+    ("kl_divergence", {"temperature": 2.0}),
+    ("jsd", {"beta": 0.3}),
+]
+OBJECTIVES = [(0.0, 0), (0.4, 1), (1.0, 0), (0.0, 2), (0.4, 2)]
+"""(alpha, number of the divergence)"""
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, kind in KINDS.items():
+        variants = [(cut, Padding()) for cut in CUTS] + (PADDINGS if kind.fill else [])
+        objectives = [(0.0, None), (0.4, None), (1.0, None)] if name == "bert_regression" else OBJECTIVES
+        for cut, padding in variants:
+            for alpha, divergence in objectives:
+                ident = f"{name}-{cut[0]}x{cut[1]}-{padding}-alpha{alpha}-{divergence}"
+                found.append(pytest.param(name, cut, padding, alpha, divergence, id=ident))
+    return found
+
+
+def soft_loss(divergence: int | None) -> tuple[Any, dict[str, float]]:
+    return (mean_squared, {}) if divergence is None else DIVERGENCES[divergence]
+
+
+def train(
+    name: str, cut: tuple[int, int], padding: Padding, alpha: float, divergence: int | None, **keywords: Any
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], list[int]]:
+    """Logs, final parameters, and the numbers of the samples in the order in which they were read."""
+    kind = KINDS[name]
+    function, loss_keywords = soft_loss(divergence)
+    collator = Collator(name, padding)
+    args = training_arguments(
+        silverspoon_ray,
+        alpha=alpha,
+        max_steps=STEPS,
+        per_device_train_batch_size=cut[0],
+        gradient_accumulation_steps=cut[1],
+        optim="sgd",
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        remove_unused_columns=False,
+        **keywords,
+    )
+    distiller = ResponseBasedDistiller(
+        kind.model(0, 1),
+        kind.model(5, 2),
+        train_dataset=numbered(kind.data(STEPS * BATCH, 1)),
+        data_collator=collator,
+        args=args,
+        soft_loss_fn=function,
+        soft_loss_fn_kwargs=loss_keywords,
+    )
+    history = trained(distiller)
+    return history, dict(distiller.student_model.named_parameters()), collator.seen
+
+
+@functools.cache
+def order(name: str) -> tuple[int, ...]:
+    """The order in which one uncut run reads the samples."""
+    return tuple(train(name, (8, 1), Padding(), 0.0, None if name == "bert_regression" else 0)[2])
+
+
+@functools.cache
+def expected(name: str, alpha: float, divergence: int | None) -> Any:
+    kind = KINDS[name]
+    data = kind.data(STEPS * BATCH, 1)
+    steps = [[data[i] for i in order(name)[step * BATCH : (step + 1) * BATCH]] for step in range(STEPS)]
+    function, keywords = soft_loss(divergence)
+    return reference_steps(kind, steps, alpha, SOFT[function], LEARNING_RATE, **keywords)
+
+
+def check(history: list[dict[str, Any]], parameters: dict[str, torch.Tensor], wanted: Any, alpha: float) -> None:
+    losses, wanted_parameters = wanted
+    rows = [row for row in history if "loss" in row]
+    assert len(rows) == STEPS
+    for row, (total, soft, hard) in zip(rows, losses, strict=True):
+        assert row["loss"] == pytest.approx(total, rel=1e-5)
+        assert row["loss/soft"] == pytest.approx(soft, rel=1e-5)
+        if alpha > 0:
+            assert row["loss/hard"] == pytest.approx(hard, rel=1e-5)
+        else:
+            assert "loss/hard" not in row
+    assert parameters.keys() == wanted_parameters.keys()
+    moved = 0.0
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach().double(), wanted_parameters[name].detach(), rtol=0, atol=1e-6)
+        moved = max(moved, wanted_parameters[name].grad_fn is None and 1.0 or 0.0)
+
+
+@pytest.mark.parametrize(("name", "cut", "padding", "alpha", "divergence"), cases())
+def test_one_rank(name: str, cut: tuple[int, int], padding: Padding, alpha: float, divergence: int | None) -> None:
+    history, parameters, seen = train(name, cut, padding, alpha, divergence)
+    assert tuple(seen) == order(name)  # or the steps would not hold the same samples
+    check(history, parameters, expected(name, alpha, divergence), alpha)
