@@ -164,9 +164,9 @@ def validate(config: RunConfigFile) -> None:
     # From here on every line needs more of torch and transformers than the one before: seconds of imports.
     _check_loss(config.distiller_kwargs)
     with _quiet():
-        models = {key: _check_model(key, getattr(config, key)) for key in ("teacher", "student")}
-        tokens = _check_tokenizer(config)
         _check_arguments(config)
+        tokens = _check_tokenizer(config)
+        models = {key: _check_model(key, getattr(config, key)) for key in ("teacher", "student")}
         _check_distiller(config)
         _check_vocabulary(config, models, tokens)
 

@@ -250,9 +250,7 @@ def evaluate(model: torch.nn.Module, held_out: TextBlocks) -> float:
     return sum(losses) / len(held_out)
 
 
-def draw(
-    baseline: list[dict[str, Any]], distilled: list[dict[str, Any]], teacher_loss: float, path: Path
-) -> None:
+def draw(baseline: list[dict[str, Any]], distilled: list[dict[str, Any]], teacher_loss: float, path: Path) -> None:
     """Held-out loss by step for both trainings, and the teacher's as a line."""
     import matplotlib
 

@@ -6,6 +6,7 @@ built in the worker or actor that uses it.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -73,8 +74,15 @@ def check_source(key: str, source: object) -> None:
         if looks_local and not (Path(text).expanduser() / "config.json").is_file():
             raise ConfigError(key, text, "a model directory with a config.json, as save_pretrained writes it")
         return
-    if isinstance(source, type) or not callable(source):
+    if not callable(source):
         raise ConfigError(key, source, "a model directory or hub id, a callable without arguments, or an nn.Module")
+    required = [
+        parameter.name
+        for parameter in inspect.signature(source).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise ConfigError(key, source, f"a callable without arguments; this one needs {', '.join(required)}")
 
 
 def build_model(source: ModelSource, key: str = "model", **load_kwargs: Any) -> nn.Module:

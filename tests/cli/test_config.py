@@ -265,8 +265,8 @@ def test_models_that_cannot_be_built(workplace: Path) -> None:
 def test_vocabularies(workplace: Path) -> None:
     larger = load_config("run.yaml", ["student.overrides.vocab_size=512"])
     validate(larger)  # both hold every token of the tokenizer; the rest is padding
+    models = {key: cli_config.meta_model(key, getattr(larger, key)).config for key in ("teacher", "student")}
     with pytest.raises(VocabularyError, match="259 and 512"):
-        models = {key: cli_config.meta_model(key, getattr(larger, key)).config for key in ("teacher", "student")}
         cli_config._check_vocabulary(larger, models, tokens=None)  # a tokenizer that is not here yet
 
 

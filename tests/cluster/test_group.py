@@ -23,8 +23,23 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 IDS = torch.arange(1, 13).view(2, 6)
 
 
-def free_cpus() -> float:
-    return ray.available_resources().get("CPU", 0.0)
+def reserved() -> set[str]:
+    """Placement groups that hold or want resources."""
+    table = ray.util.placement_group_table()
+    return {key for key, group in table.items() if group["state"] != "REMOVED"}
+
+
+def nothing_left(before: set[str]) -> None:
+    """Nothing is reserved beyond what was, and what those groups do not hold is free again."""
+    wait_until(lambda: reserved() <= before)
+    held = sum(
+        bundle.get("CPU", 0)
+        for key, group in ray.util.placement_group_table().items()
+        if key in reserved()
+        for bundle in group["bundles"].values()
+    )
+    total = ray.cluster_resources()["CPU"]
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == total - held)
 
 
 def wait_until(condition: Any, timeout_s: float = 30.0) -> None:
@@ -229,8 +244,7 @@ def test_a_killed_teacher_comes_back_and_losses_are_the_same(local_history: list
 
 
 def test_devices_that_do_not_exist_are_an_error_with_numbers_and_leave_nothing() -> None:
-    wait_until(lambda: free_cpus() >= 4)
-    before = free_cpus()
+    before = reserved()
     begin = time.monotonic()
     with pytest.raises(PlacementError) as caught:
         TeacherGroup.create(partial(llama, 2), TeacherPlacement(replicas=1, resources_per_device={"unicorn": 3}, startup_timeout_s=3))
@@ -238,29 +252,29 @@ def test_devices_that_do_not_exist_are_an_error_with_numbers_and_leave_nothing()
     assert caught.value.needed == {"CPU": 1.0, "unicorn": 3}
     assert caught.value.available["unicorn"] == 0
     assert "3 unicorn" in str(caught.value)
-    wait_until(lambda: free_cpus() == before)
+    nothing_left(before)
 
 
 def test_more_replicas_than_fit_give_back_those_that_did() -> None:
-    before = free_cpus()
+    before = reserved()
     with pytest.raises(PlacementError, match="replica"):
         TeacherGroup.create(partial(llama, 2), TeacherPlacement(replicas=50, startup_timeout_s=4))
-    wait_until(lambda: free_cpus() == before)
+    nothing_left(before)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_nothing() -> None:
-    before = free_cpus()
+    before = reserved()
 
     def broken() -> torch.nn.Module:
         raise OSError("no weights here")
 
     with pytest.raises(TeacherError, match="no weights here"):
         TeacherGroup.create(broken, TeacherPlacement(replicas=2))
-    wait_until(lambda: free_cpus() == before)
+    nothing_left(before)
 
 
 def test_a_slow_start_ends_within_its_limit() -> None:
-    before = free_cpus()
+    before = reserved()
 
     def slow() -> torch.nn.Module:
         time.sleep(600)
@@ -268,26 +282,27 @@ def test_a_slow_start_ends_within_its_limit() -> None:
 
     with pytest.raises(TeacherError, match="did not come within"):
         TeacherGroup.create(slow, TeacherPlacement(startup_timeout_s=5))
-    wait_until(lambda: free_cpus() == before)
+    nothing_left(before)
 
 
 def test_shutdown_gives_everything_back_and_may_be_called_twice() -> None:
-    before = free_cpus()
+    before = reserved()
     group = TeacherGroup.create(partial(llama, 2))
     pid = group.stats()[0]["pid"]
     group.shutdown()
     group.shutdown()
-    wait_until(lambda: free_cpus() == before and not os.path.exists(f"/proc/{pid}"))
+    nothing_left(before)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
     with pytest.raises(TeacherError, match="died"):
         group.handle.forward({"input_ids": IDS})
 
 
 @pytest.mark.parametrize("source", ["./no/such/model", 7, torch.nn.Linear])
 def test_what_is_no_model_is_refused_before_anything_is_reserved(source: Any) -> None:
-    before = free_cpus()
+    before = reserved()
     with pytest.raises(ConfigError, match="teacher="):
         TeacherGroup.create(source)
-    assert free_cpus() == before
+    assert reserved() == before
 
 
 def test_unknown_captures_name_the_near_ones(group: TeacherGroup) -> None:

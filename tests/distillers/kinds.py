@@ -78,7 +78,7 @@ def llama(seed: int, layers: int) -> torch.nn.Module:
         )
 
 
-def gpt2(seed: int, layers: int) -> torch.nn.Module:
+def gpt2(seed: int, layers: int, dropout: float = 0.0) -> torch.nn.Module:
     with seeded(seed):
         return GPT2LMHeadModel(
             GPT2Config(
@@ -88,9 +88,9 @@ def gpt2(seed: int, layers: int) -> torch.nn.Module:
                 n_head=2,
                 n_positions=64,
                 initializer_range=SPREAD,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
                 bos_token_id=0,
                 eos_token_id=0,
             )

@@ -13,7 +13,16 @@ import torch
 
 import silverspoon_ray
 from silverspoon_ray.distillers import ResponseBasedDistiller
-from tests.distillers.kinds import KINDS, SOFT, Collator, Padding, mean_squared, numbered, reference_steps
+from tests.distillers.kinds import (
+    KINDS,
+    SOFT,
+    Collator,
+    Padding,
+    class_rows,
+    mean_squared,
+    numbered,
+    reference_steps,
+)
 from tests.distillers.ranks import on_ranks
 from tests.support import trained, training_arguments
 
@@ -95,7 +104,11 @@ def expected(name: str, alpha: float, divergence: int | None) -> Any:
     data = kind.data(STEPS * BATCH, 1)
     steps = [[data[i] for i in order(name)[step * BATCH : (step + 1) * BATCH]] for step in range(STEPS)]
     function, keywords = soft_loss(divergence)
-    return reference_steps(kind, steps, alpha, SOFT[function], LEARNING_RATE, **keywords)
+    losses, parameters = reference_steps(kind, steps, alpha, SOFT[function], LEARNING_RATE, **keywords)
+    start = dict(kind.model(0, 1).named_parameters())
+    moved = max((parameters[key] - start[key]).abs().max().item() for key in start)
+    assert moved > 1e-3, "the parameters hardly move, so they would show no wrong gradient"
+    return losses, parameters
 
 
 def check(history: list[dict[str, Any]], parameters: dict[str, torch.Tensor], wanted: Any, alpha: float) -> None:
@@ -110,10 +123,9 @@ def check(history: list[dict[str, Any]], parameters: dict[str, torch.Tensor], wa
         else:
             assert "loss/hard" not in row
     assert parameters.keys() == wanted_parameters.keys()
-    moved = 0.0
-    for name, parameter in parameters.items():
-        torch.testing.assert_close(parameter.detach().double(), wanted_parameters[name].detach(), rtol=0, atol=1e-6)
-        moved = max(moved, wanted_parameters[name].grad_fn is None and 1.0 or 0.0)
+    for key, parameter in parameters.items():
+        wanted_parameter = wanted_parameters[key].detach()
+        torch.testing.assert_close(parameter.detach().double(), wanted_parameter, rtol=0, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize(("name", "cut", "padding", "alpha", "divergence"), cases())
@@ -121,3 +133,37 @@ def test_one_rank(name: str, cut: tuple[int, int], padding: Padding, alpha: floa
     history, parameters, seen = train(name, cut, padding, alpha, divergence)
     assert tuple(seen) == order(name)  # or the steps would not hold the same samples
     check(history, parameters, expected(name, alpha, divergence), alpha)
+
+
+# ---- two ranks ---------------------------------------------------------------------------------------------
+
+RANK_CASES = [(name, (4, 1), 0.4, None if name == "bert_regression" else 1) for name in KINDS]
+RANK_CASES += [("llama", (1, 4), 0.4, 2), ("bert_mlm", (2, 2), 0.0, 0), ("t5", (2, 2), 1.0, 0)]
+
+
+def train_all_on_a_rank() -> list[Any]:
+    return [train(name, cut, Padding(), alpha, divergence) for name, cut, alpha, divergence in RANK_CASES]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[Any]:
+    """For each of RANK_CASES, what :func:`train` returned on each rank."""
+    return list(zip(*on_ranks(train_all_on_a_rank), strict=True))
+
+
+@pytest.mark.parametrize("case", range(len(RANK_CASES)), ids=[f"{c[0]}-{c[1][0]}x{c[1][1]}" for c in RANK_CASES])
+def test_two_ranks(case: int, on_two_ranks: list[Any]) -> None:
+    name, _, alpha, divergence = RANK_CASES[case]
+    data = KINDS[name].data(STEPS * BATCH, 1)
+    seen = [ranks_seen for _, _, ranks_seen in on_two_ranks[case]]
+    half = BATCH // 2
+    for step in range(STEPS):
+        parts = [rank[step * half : (step + 1) * half] for rank in seen]
+        assert sorted(parts[0] + parts[1]) == sorted(order(name)[step * BATCH : (step + 1) * BATCH])
+    if KINDS[name].rows is not class_rows:
+        tokens = [[int((data[i]["labels"] != -100).sum()) for i in rank] for rank in seen]
+        uneven = [sum(tokens[0][s * half : (s + 1) * half]) != sum(tokens[1][s * half : (s + 1) * half]) for s in range(STEPS)]
+        assert any(uneven), "the ranks must have unequal numbers of tokens"
+    for history, parameters, _ in on_two_ranks[case]:
+        # The logs are those of rank 0 on every rank: averages over ranks.
+        check(history, parameters, expected(name, alpha, divergence), alpha)
