@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ DONE, FAILED, WRONG = 0, 1, 2
 FAILURE_LOG = "failure.log"
 PLAIN_WIDTH = 200  # columns, where the output is no terminal
 LONGEST_VALUE = 200  # characters of a value in an error
+CONNECT_TIMEOUT_S = 5.0
 MOST_FILES = 20  # data files that `check` lists one by one
 # Read when ray and tqdm are imported. Ray colours what it forwards from workers, and what it counts instead of
 # repeating, whatever it writes to; progress bars would fill a file with copies of themselves.
@@ -126,7 +128,7 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
     from silverspoon_ray.train.trainer import DistillationTrainer
 
     if not debug:
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        _hush_ray_data()
     keywords = run_config.argument_keywords(run)
     tokenizer = load_tokenizer(run_config.name_or_path(run.data.tokenizer))
     storage = run_config.local_path(run.run.storage_path or keywords["output_dir"])
@@ -152,6 +154,15 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         ),
     )
     return trainer.fit()
+
+
+def _hush_ray_data() -> None:
+    """On the console only. A failure is reported in one line; its tracebacks go to the log, and to Ray's own."""
+    import ray.data
+
+    for handler in logging.getLogger(ray.data.__name__).handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.CRITICAL)
 
 
 def _progress_lines() -> TrainerCallback:
@@ -223,6 +234,9 @@ def _ray(address: str | None) -> Iterator[None]:
         yield
         return
     cluster = os.environ.get("RAY_ADDRESS")
+    key = "--address" if address else "RAY_ADDRESS"
+    if cluster:
+        _check_reachable(key, cluster)
     try:
         # "local": without it Ray would join any cluster that happens to run on this machine.
         ray.init(address=cluster or "local", logging_level=logging.WARNING, log_to_driver=True)
@@ -230,12 +244,23 @@ def _ray(address: str | None) -> Iterator[None]:
         if not cluster:
             raise
         reason = str(error).strip().splitlines()[0]
-        key = "--address" if address else "RAY_ADDRESS"
         raise ConfigError(key, cluster, f"the address of a Ray cluster that is running ({reason})") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(key: str, address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        expected = f"the address of a Ray cluster that is running, host:port ({error})"
+        raise ConfigError(key, address, expected) from error
 
 
 # ---------------------------------------------------------------- outcomes

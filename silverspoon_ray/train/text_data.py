@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,7 +81,8 @@ def text_dataset(
 
     Args:
         files: paths that every node can read.
-        format: ``"parquet"``, ``"json"`` (one object per line) or ``"text"`` (UTF-8; read whole by one worker).
+        format: ``"parquet"``, ``"json"`` (one object per line) or ``"text"``. A file of the last two is UTF-8, and read
+            whole by one worker.
         text_column: the column with the text; not used for ``"text"``.
         tokenizer_name: see :func:`load_tokenizer`; loaded once in every worker process.
         max_length: tokens per sample, at most; with ``packing`` exactly.
@@ -92,6 +95,7 @@ def text_dataset(
 
     context = ray.data.DataContext.get_current().copy()
     context.execution_options.preserve_order = True
+    context.raise_original_map_exception = True  # it names file and line; Ray's wrapper says that something failed
     with ray.data.DataContext.current(context):
         pieces = _read([os.fspath(file) for file in files], format, text_column, whole_files=packing)
         options: dict[str, Any] = {"batch_format": "pyarrow", "zero_copy_batch": True}
@@ -110,18 +114,42 @@ def _read(paths: list[str], format: str, text_column: str, whole_files: bool) ->
 
     # Every file that was asked for is read, whatever its ending and whatever directories look like `name=value`.
     options: dict[str, Any] = {"file_extensions": None, "partitioning": None}
-    if format == "text":
-        return ray.data.read_binary_files(paths, **options).flat_map(_file_pieces if whole_files else _file_lines)
     if format == "parquet":
         rows = ray.data.read_parquet(paths, columns=[text_column], **options)
-    else:
-        rows = ray.data.read_json(paths, **options)
-    kwargs = {"text_column": text_column}
-    return rows.map_batches(_documents, fn_kwargs=kwargs, batch_format="pyarrow", zero_copy_batch=True)
+        kwargs = {"text_column": text_column}
+        return rows.map_batches(_documents, fn_kwargs=kwargs, batch_format="pyarrow", zero_copy_batch=True)
+    files = ray.data.read_binary_files(paths, include_paths=True, **options)
+    if format == "json":
+        # Not read_json: it wants one type for every key, also of those nobody needs, and names no place in its errors.
+        return files.flat_map(_file_rows, fn_kwargs={"text_column": text_column})
+    return files.flat_map(_file_pieces if whole_files else _file_lines)
+
+
+def _file_rows(row: Mapping[str, Any], text_column: str) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(_decoded(row).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[text_column]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{row['path']}, line {number}: no object with {text_column!r} ({error})") from error
+        if not isinstance(text, str | NoneType):
+            raise ValueError(f"{row['path']}, line {number}: {text_column!r} is no text but {text!r}")
+        rows.append({"text": text or "", "first": True, "last": True})
+    return rows
+
+
+def _decoded(row: Mapping[str, Any]) -> str:
+    try:
+        text: str = row["bytes"].decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{row['path']}: no UTF-8 ({error.reason} at byte {error.start})") from error
+    return text
 
 
 def _file_pieces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    text = row["bytes"].decode("utf-8-sig")
+    text = _decoded(row)
     pieces: list[list[str]] = []
     room = 0
     for line in text.splitlines(keepends=True):
@@ -135,7 +163,7 @@ def _file_pieces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _file_lines(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lines = row["bytes"].decode("utf-8-sig").splitlines()
+    lines = _decoded(row).splitlines()
     return [{"text": line, "first": True, "last": True} for line in lines if line.strip()]
 
 

@@ -50,12 +50,27 @@ def test_the_bytes_tokenizer() -> None:
 def test_a_file_is_cut_into_pieces_of_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_data, "PIECE_CHARACTERS", 10)
     text = "\ufeffone\n\n  two\x0cand\u2028three\r\nwithout an end"
-    pieces = text_data._file_pieces({"bytes": text.encode()})
+    pieces = text_data._file_pieces({"bytes": text.encode(), "path": "x"})
     assert "".join(piece["text"] for piece in pieces) == text.removeprefix("\ufeff")
     assert len(pieces) > 1
     assert [piece["first"] for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece["last"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert text_data._file_pieces({"bytes": b""}) == []
+    assert text_data._file_pieces({"bytes": b"", "path": "x"}) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"text": "a"}\n\n{"text": "b', "rows.jsonl, line 3"),
+        (b'{"text": "a"}\n{"tex": "b"}', "rows.jsonl, line 2: no object with 'text'"),
+        (b'{"text": "a"}\n[]', "rows.jsonl, line 2"),
+        (b'{"text": 3}', "rows.jsonl, line 1: 'text' is no text but 3"),
+        (b"caf\xe9", "rows.jsonl: no UTF-8"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named(content: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        text_data._file_rows({"bytes": content, "path": "rows.jsonl"}, text_column="text")
 
 
 def test_padding_is_marked() -> None:
@@ -108,7 +123,7 @@ def test_parquet_packed_over_files_and_row_groups(ray_cluster: Any, tmp_path: Pa
 def test_documents_as_samples(ray_cluster: Any, tmp_path: Path) -> None:
     texts = ["short", "", None, "a much longer document", "  ", "é"]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": text, "n": i}) for i, text in enumerate(texts)))
+    path.write_text("\n".join(json.dumps({"text": text, "n": [i, {}][i % 2]}) for i, text in enumerate(texts)))
     # Cut off at max_length, with the tokenizer's own EOS.
     expected = [[*as_tokens("short"), EOS], [*as_tokens("a much"), EOS], [*as_tokens("é"), EOS]]
     assert samples([path], "json", 7, packing=False) == expected
