@@ -73,15 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="silverspoon-ray", standalone_mode=False)
-    except (typer.Abort, KeyboardInterrupt):
-        _complain("interrupted")
-        return FAILED
     except typer.TyperException as error:  # a command line that typer cannot read
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         if message:  # none where the help was shown instead
             _complain(message)
         return WRONG
-    return code if isinstance(code, int) else DONE
+    if not isinstance(code, int):
+        return DONE
+    return code if code in (DONE, WRONG) else FAILED  # typer has a code of its own for an interrupt
 
 
 @app.command()
@@ -278,6 +277,9 @@ def _outcome(directory: Path | None, debug: bool) -> Iterator[None]:
         yield
     except typer.Exit:
         raise
+    except KeyboardInterrupt as error:
+        _complain("interrupted")
+        raise typer.Exit(FAILED) from error
     except Exception as error:
         cause = _cause(error)
         if isinstance(cause, ConfigError):

@@ -76,16 +76,7 @@ def decode(encoded: Encoded) -> Any:
     They must only be read; whoever hands them to code that may write, clones them first.
     """
 
-    def put(value: Any) -> Any:
-        if isinstance(value, TensorSpec):
-            return _view(encoded.buffers[value.index], getattr(torch, value.dtype), value.shape)
-        if isinstance(value, dict):
-            return {key: put(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)(put(item) for item in value)
-        return value
-
-    return put(encoded.value)
+    return _put_back(encoded.value, encoded.buffers)
 
 
 def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None) -> Encoded:
@@ -95,6 +86,18 @@ def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None) 
 def decode_output(encoded: Encoded) -> TeacherOutput:
     """The answer, borrowed: see :func:`decode`."""
     return TeacherOutput(**decode(encoded), borrowed=True)
+
+
+# Not a closure within decode: one that calls itself is a reference cycle, and would keep the buffers, memory of the
+# object store, until the garbage collector comes by.
+def _put_back(value: Any, buffers: list[np.ndarray[Any, Any]]) -> Any:
+    if isinstance(value, TensorSpec):
+        return _view(buffers[value.index], getattr(torch, value.dtype), value.shape)
+    if isinstance(value, dict):
+        return {key: _put_back(item, buffers) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_put_back(item, buffers) for item in value)
+    return value
 
 
 def _view(buffer: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

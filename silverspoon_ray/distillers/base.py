@@ -79,6 +79,10 @@ class BaseDistiller(Trainer):
             raise ConfigError("args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords")
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
+        if not self.label_names and args.label_names is None:
+            # A plain module that takes no labels: Trainer sees none, but the task loss is computed with them here.
+            self.label_names = ["labels"]
+
         # ---- teacher -------------------------------------------------------------------
         self.teacher_model = teacher_model
         self.teacher = self._as_teacher(teacher_model)

@@ -19,7 +19,7 @@ import silverspoon_ray
 from silverspoon_ray import DistillationTrainer, ResponseBasedDistiller, TrainingArguments
 from silverspoon_ray.errors import ConfigError, NotYetError, PlacementError, TeacherError
 from tests.support import Pad, gpt2, llama, ragged_data, trained, training_arguments, without_times
-from tests.cluster.test_group import Raises, nothing_left, reserved
+from tests.cluster.test_group import Raises, nothing_left, reserved, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -73,6 +73,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return without_times(trained(distiller))
 
 
+def curve(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without ``train_loss``: Trainer gives it for the steps of its last call only."""
+    return [{key: value for key, value in row.items() if key != "train_loss"} for row in history]
+
+
 def close(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
@@ -87,17 +92,26 @@ class KillOnce(transformers.TrainerCallback):
     Args:
         step: when.
         marker: a file that says it has happened.
-        pid_file: whose process; None: the one this runs in.
-        rank: on which rank.
+        run: the run's directory; the kill waits for two checkpoints there, so that the run has something to resume from.
     """
 
-    def __init__(self, step: int, marker: Path, pid_file: Path | None = None, rank: int = 0) -> None:
-        self.step, self.marker, self.pid_file, self.rank = step, marker, pid_file, rank
+    def __init__(self, step: int, marker: Path, run: Path) -> None:
+        self.step, self.marker, self.run = step, marker, run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self.marker.with_suffix(".starts").open("a") as starts:
+            starts.write(f"{state.global_step}\n")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and args.process_index == self.rank and not self.marker.exists():
+        if state.global_step == self.step and not self.marker.exists():
+            snapshot = self.run / "checkpoint_manager_snapshot.json"
+            wait_until(lambda: snapshot.is_file() and snapshot.read_text().count('"checkpoint_dir_name"') >= 2)
             self.marker.write_text("killed")
-            os.kill(int(self.pid_file.read_text()) if self.pid_file else os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def starts(self) -> list[int]:
+        """The steps at which training began, once for each start of a worker."""
+        return [int(line) for line in self.marker.with_suffix(".starts").read_text().split()]
 
 
 def test_a_run_with_a_dedicated_teacher(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
@@ -147,17 +161,17 @@ def test_two_workers_equal_one(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_resumes_on_the_same_curve(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
-    marker = tmp_path / "killed"
+    kill = KillOnce(5, tmp_path / "killed", tmp_path / "storage" / "run")
     result = make(
         tmp_path,
         args={"teacher_placement": {}},
-        callbacks=[KillOnce(5, marker)],
+        callbacks=[kill],
         run_config=RunConfig(
             name="run", storage_path=str(tmp_path / "storage"), failure_config=FailureConfig(max_failures=2)
         ),
     ).fit()
-    assert marker.exists()
-    assert rows(result) == undisturbed
+    assert kill.starts() == [0, 4]
+    assert curve(rows(result)) == curve(undisturbed)
 
 
 def test_a_later_fit_of_that_name_goes_on(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
@@ -171,9 +185,9 @@ def test_a_later_fit_of_that_name_goes_on(tmp_path: Path, undisturbed: list[dict
     with pytest.raises(ray.train.TrainingFailedError, match="needed elsewhere"):
         make(tmp_path, callbacks=[StopAtFive()]).fit()
     result = make(tmp_path).fit()
-    assert rows(result) == undisturbed
+    assert curve(rows(result)) == curve(undisturbed)
     other = make(tmp_path, name="other", resume_from_checkpoint=sorted((tmp_path / "storage" / "run").glob("checkpoint_*"))[1])
-    assert rows(other.fit()) == undisturbed
+    assert curve(rows(other.fit())) == curve(undisturbed)
 
 
 def test_a_teachers_error_reaches_the_user(tmp_path: Path) -> None:
@@ -234,18 +248,18 @@ def test_ray_data_resumes_without_skipping_or_repeating(tmp_path: Path) -> None:
     keywords: dict[str, Any] = {"train_dataset": ray.data.from_items(samples), "eval_dataset": None}
     args = {"eval_strategy": "no", "teacher_placement": {}}
     expected = rows(make(tmp_path, name="whole", args=args, **keywords).fit())
-    marker = tmp_path / "killed"
+    kill = KillOnce(5, tmp_path / "killed", tmp_path / "storage" / "cut")
     resumed = make(
         tmp_path,
         args=args,
-        callbacks=[KillOnce(5, marker)],
+        callbacks=[kill],
         run_config=RunConfig(
             name="cut", storage_path=str(tmp_path / "storage"), failure_config=FailureConfig(max_failures=1)
         ),
         **keywords,
     ).fit()
-    assert marker.exists()
-    assert rows(resumed) == expected
+    assert kill.starts() == [0, 4]
+    assert curve(rows(resumed)) == curve(expected)
 
 
 def test_arguments_travel_as_an_instance_too(tmp_path: Path) -> None:
