@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import nn
 
@@ -79,8 +80,10 @@ class TeacherHandle:
         if logits not in ("full", None):
             raise ConfigError("logits", logits, '"full" or None')
         request = TeacherRequest(logits=logits, outputs=tuple(outputs), inputs=tuple(inputs))
-        answer = self.open(request).submit(batch).result()
-        return answer.owned() if device is None else answer.owned().map(lambda tensor: tensor.to(device))
+        pending = self.open(request).submit(batch)
+        answer = pending.result().owned()
+        pending.release()
+        return answer if device is None else answer.to(torch.device(device))
 
     def stats(self) -> list[dict[str, Any]]:
         """Per replica: rank, pid, node, forwards, bytes sent, seconds busy. Counts begin anew when a replica restarts."""
@@ -131,14 +134,19 @@ class RemoteAnswer:
         self.rank = rank
         self.batch = batch
         self.nbytes = 0
-        self._ref = ref
+        self._ref: ray.ObjectRef | None = ref
 
     def result(self) -> TeacherOutput:
         """Wait for the answer: views of the object store's memory, to be read only."""
+        assert self._ref is not None, "released answers cannot be read"
         encoded: Encoded = get(self._ref, self.handle.timeout_s, "the teacher's answer", self.rank, self.batch)
         self.handle.finished(self._ref, self.rank)
         self.nbytes = encoded.nbytes
         return decode_output(encoded)
+
+    def release(self) -> None:
+        """Let the answer's memory go: Ray may evict it from now on."""
+        self._ref = None
 
 
 def get(ref: ray.ObjectRef, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:

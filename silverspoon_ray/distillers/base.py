@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -316,8 +316,12 @@ class BaseDistiller(Trainer):
         base = getattr(loader, "base_dataloader", None)
         if base is None or isinstance(base, LookaheadLoader):
             return loader
+        # A resumed run begins with a loader that Trainer has made to skip what was seen: in a data stream the batches are
+        # drawn once more, in a set they are left out, and the random state must be brought to where they would have
+        # left it. A run that resumes at the end of an epoch has nothing to skip: the next epoch begins as always.
         skip = getattr(loader, "skip_batches", 0)
-        resume_state = self._resume_position if training and skip == 0 else None
+        skips_unread = any(isinstance(getattr(loader, name), SkipBatchSampler) for name in ("batch_sampler", "sampler"))
+        resume_state = self._resume_position if training and skips_unread else None
         if training:
             self._resume_position = None
         depth = self.args.teacher_prefetch if self.args.overlap_teacher_forward is not False else 0

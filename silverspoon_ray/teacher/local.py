@@ -108,6 +108,9 @@ class LocalAnswer:
             self.output.map(used_here)
         return self.output
 
+    def release(self) -> None:
+        self.output = TeacherOutput()
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

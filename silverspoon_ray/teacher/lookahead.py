@@ -118,6 +118,7 @@ class Ticket:
     def release(self) -> None:
         """The answer has been used; its memory may go and its slot is free."""
         if self.pending is not None and self.window is not None:
+            self.pending.release()
             self.pending = None
             self.window.release()
 

@@ -89,6 +89,9 @@ class PendingAnswer(Protocol):
     def result(self) -> TeacherOutput:
         """Wait for it. Raises TeacherError if the teacher failed or the time is up."""
 
+    def release(self) -> None:
+        """The answer has been used, and nothing refers to its tensors any more: its memory may go."""
+
     @property
     def nbytes(self) -> int:
         """Bytes that travelled; known after :meth:`result`."""

@@ -75,12 +75,22 @@ def state_to_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def state_from_json(saved: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`state_to_json`."""
+    """The inverse of :func:`state_to_json`.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError, RuntimeError: it is no state that the generators take.
+    """
     version, internal, gauss = saved["python"]
     name, keys, position, has_gauss, cached = saved["numpy"]
     raw = base64.b64decode(saved["torch"], validate=True)
-    return {
+    state = {
         "python": (version, tuple(internal), gauss),
         "numpy": (name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached),
         "torch": torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy()),
     }
+    outside = global_state()
+    try:
+        set_global_state(state)
+    finally:
+        set_global_state(outside)
+    return state
