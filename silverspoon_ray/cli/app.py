@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import ray.data
     import ray.train
     from rich.table import Table
-    from transformers import TrainerCallback
 
     from silverspoon_ray.training_arguments import TrainingArguments
 
@@ -141,7 +140,6 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         distiller_kwargs=run.distiller_kwargs,
         data_collator=PadCollator(padding_token(tokenizer)),
         processing_class=tokenizer,
-        callbacks=None if sys.stderr.isatty() else [_progress_lines()],
         scaling_config=_scaling(run),
         run_config=RunConfig(
             name=run.run.name,
@@ -162,21 +160,6 @@ def _hush_ray_data() -> None:
     for handler in logging.getLogger(ray.data.__name__).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.CRITICAL)
-
-
-def _progress_lines() -> TrainerCallback:
-    """What the progress bar shows, as plain lines for files and job logs."""
-    from transformers import TrainerCallback
-
-    class ProgressLines(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            losses = [f"{name} {value:.4f}" for name, value in (logs or {}).items() if "loss" in name]
-            if state.is_world_process_zero and losses:
-                # Not print: Ray Train copies what is printed into its log, which comes to the driver as well.
-                logger = logging.getLogger("silverspoon_ray.progress")
-                logger.info("step %d of %d: %s", state.global_step, state.max_steps, ", ".join(losses))
-
-    return ProgressLines()
 
 
 def _dataset(split: str, entries: Sequence[str], run: RunConfigFile) -> ray.data.Dataset:

@@ -279,7 +279,7 @@ def draw(baseline: list[dict[str, Any]], distilled: list[dict[str, Any]], teache
 
 
 def _table(summary: dict[str, Any], recipe: Recipe) -> Table:
-    table = Table(title=f"Cross-entropy on held-out text, nats per byte ({recipe.student_steps} student steps)")
+    table = Table(title=f"nats per byte, {recipe.student_steps} student steps", title_justify="left")
     table.add_column("model")
     table.add_column("loss", justify="right")
     table.add_column("process")

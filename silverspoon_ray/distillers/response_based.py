@@ -14,7 +14,7 @@ from silverspoon_ray.distillers.masks import check_mask
 from silverspoon_ray.distillers.task_loss import TaskLossTraits
 from silverspoon_ray.distillers.vocabulary import common_vocabulary, vocabulary_size
 from silverspoon_ray.errors import NotYetError, VocabularyError
-from silverspoon_ray.losses import get_loss_function, loss_keywords
+from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss, get_loss_function, loss_keywords
 from silverspoon_ray.teacher.local import extract_logits
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput
 from silverspoon_ray.training_arguments import TrainingArguments
@@ -93,7 +93,8 @@ class ResponseBasedDistiller(BaseDistiller):
         """``{"soft": mean divergence over what counts}``."""
         student = extract_logits(outputs)
         # Losses of this package only read; anybody else's gets memory of its own.
-        teacher = answer.logits if self._soft_loss_takes_mask else answer.owned().logits
+        ours = isinstance(self.soft_loss, KLDivergenceLoss | JSDLoss)
+        teacher = answer.logits if ours else answer.owned().logits
         assert teacher is not None
         student, teacher = self._common(student, teacher)
         if self.args.auto_dtype_match:

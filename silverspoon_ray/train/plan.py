@@ -41,6 +41,7 @@ class WorkerPlan:
         ray_data_rows: by name, rows in the whole ``ray.data`` dataset where they had to be counted.
         distiller_kwargs: further keywords of the distiller.
         resume_from_checkpoint: a Hugging Face checkpoint directory to go on from, if the run has none of its own yet.
+        progress_bar: the driver has a terminal to show one; else progress comes as lines.
         run_key: names the scratch directory of this ``fit()``.
     """
 
@@ -52,6 +53,7 @@ class WorkerPlan:
     ray_data_rows: Mapping[str, int] = field(default_factory=dict)
     distiller_kwargs: Mapping[str, Any] = field(default_factory=dict)
     resume_from_checkpoint: str | None = None
+    progress_bar: bool = False
     run_key: str = ""
 
 

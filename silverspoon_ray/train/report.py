@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import shutil
@@ -128,6 +129,24 @@ class RayReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.reporter.close()
+
+
+class ProgressLinesCallback(TrainerCallback):
+    """What the progress bar shows, as a line for every log: for files and job logs."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        losses = [f"{name} {value:.4f}" for name, value in (logs or {}).items() if "loss" in name]
+        if state.is_world_process_zero and losses:
+            # Not print: Ray Train copies what is printed into its log, which comes to the driver as well.
+            logger = logging.getLogger("silverspoon_ray.progress")
+            logger.info("step %d of %d: %s", state.global_step, state.max_steps, ", ".join(losses))
 
 
 class RayProgressCallback(TrainerCallback):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -197,6 +198,7 @@ class DistillationTrainer(TorchTrainer):
             ray_data_rows=rows,
             distiller_kwargs=self.distiller_kwargs,
             resume_from_checkpoint=self.resume_from_checkpoint,
+            progress_bar=sys.stderr.isatty(),
             run_key=f"{self.run_config.name}-{uuid.uuid4().hex[:8]}",
         )
 

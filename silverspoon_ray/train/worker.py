@@ -17,7 +17,12 @@ import transformers
 from silverspoon_ray.teacher.protocol import Teacher
 from silverspoon_ray.train.data import unpack_dataset
 from silverspoon_ray.train.plan import WorkerPlan, unpack_model
-from silverspoon_ray.train.report import CHECKPOINT_SUBDIRECTORY, RayProgressCallback, RayReportCallback
+from silverspoon_ray.train.report import (
+    CHECKPOINT_SUBDIRECTORY,
+    ProgressLinesCallback,
+    RayProgressCallback,
+    RayReportCallback,
+)
 from silverspoon_ray.training_arguments import TrainingArguments
 
 
@@ -32,6 +37,10 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     """
     plan: WorkerPlan = config["plan"]
     context = ray.train.get_context()
+    if context.get_world_size() == 1:
+        # accelerate takes these variables of Ray Train's for a distributed run, and wraps a single student in DDP.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
     on_gpu = torch.cuda.is_available() and bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
     if not on_gpu:
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0)
@@ -43,7 +52,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     student = unpack_model(plan.student, "student")
     teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
     kwargs = dict(plan.distiller_kwargs)
-    callbacks = [*(kwargs.pop("callbacks", None) or []), RayReportCallback(), RayProgressCallback()]
+    progress = RayProgressCallback() if plan.progress_bar else ProgressLinesCallback()
+    callbacks = [*(kwargs.pop("callbacks", None) or []), RayReportCallback(), progress]
     distiller = plan.distiller(
         student_model=student,
         teacher_model=teacher,
