@@ -113,7 +113,9 @@ class TeacherError(SilverspoonError, RuntimeError):
         where = [f"teacher replica {self.rank}"] if self.rank is not None else []
         where += [self.batch] if self.batch else []
         text = self.reason + (f" ({', '.join(where)})" if where else "")
-        return f"{text}\n--- the teacher's own traceback ---\n{self.remote_traceback}" if self.remote_traceback else text
+        return (
+            f"{text}\n--- the teacher's own traceback ---\n{self.remote_traceback}" if self.remote_traceback else text
+        )
 
 
 def _rebuild_teacher_error(reason: str, rank: int | None, batch: str | None, remote_traceback: str) -> TeacherError:

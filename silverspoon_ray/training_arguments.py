@@ -59,7 +59,9 @@ class TrainingArguments(transformers.TrainingArguments):
     auto_device_match: bool = field(
         default=False, metadata={"help": "Move the teacher's logits to the student's device."}
     )
-    auto_dtype_match: bool = field(default=False, metadata={"help": "Cast the teacher's logits to the student's dtype."})
+    auto_dtype_match: bool = field(
+        default=False, metadata={"help": "Cast the teacher's logits to the student's dtype."}
+    )
     e2e_eval_loss: str | None = field(
         default=None, metadata={"help": "'forward': also report the student's own task loss as eval_loss/e2e."}
     )
@@ -101,8 +103,8 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         # What the user gave, before transformers turns strings into enums and fills in derived values.
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        if self.report_to is None:
-            self.report_to = "none"
+        if given["report_to"] is None:
+            self.report_to: Any = "none"
         self._check_own_keywords()
         super().__post_init__()
         self._given = given

@@ -126,15 +126,15 @@ class Perceptron(torch.nn.Module):
     def __init__(self, seed: int = 0, width: int = 8) -> None:
         super().__init__()
         with seeded(seed):
-            self.layers = torch.nn.Sequential(
-                torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 4)
-            )
+            self.layers = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
 
 
-def token_data(samples: int = 32, length: int = 16, seed: int = 1, vocabulary: int = VOCABULARY) -> list[dict[str, Any]]:
+def token_data(
+    samples: int = 32, length: int = 16, seed: int = 1, vocabulary: int = VOCABULARY
+) -> list[dict[str, Any]]:
     """Samples of one length, every token a label."""
     generator = torch.Generator().manual_seed(seed)
     data = []

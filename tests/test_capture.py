@@ -101,7 +101,8 @@ def test_no_hook_is_left(when: str) -> None:
 
 @pytest.mark.parametrize("key", ["outputs", "inputs"])
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("model.layer.1", "model.layers.1"), ("lm_heads", "lm_head"), ("model.layers.7", "model.layers.")]
+    ("wrong", "near"),
+    [("model.layer.1", "model.layers.1"), ("lm_heads", "lm_head"), ("model.layers.7", "model.layers.")],
 )
 def test_unknown_name(key: str, wrong: str, near: str) -> None:
     model = KINDS["llama"].model(0, 2)

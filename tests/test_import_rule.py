@@ -80,7 +80,9 @@ def test_the_check_sees_a_breach(source: str) -> None:
     assert breaches(source, "silverspoon_ray.losses.divergence", FORBIDDEN["losses"])
 
 
-@pytest.mark.parametrize("source", ["import raytracing", "from silverspoon_ray.training_arguments import x", "import re"])
+@pytest.mark.parametrize(
+    "source", ["import raytracing", "from silverspoon_ray.training_arguments import x", "import re"]
+)
 def test_the_check_sees_no_breach_where_there_is_none(source: str) -> None:
     assert not breaches(source, "silverspoon_ray.losses.divergence", FORBIDDEN["losses"])
 

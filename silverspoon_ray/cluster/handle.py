@@ -86,7 +86,7 @@ class TeacherHandle:
         return answer if device is None else answer.to(torch.device(device))
 
     def stats(self) -> list[dict[str, Any]]:
-        """Per replica: rank, pid, node, forwards, bytes sent, seconds busy. Counts begin anew when a replica restarts."""
+        """Per replica: rank, pid, node, forwards, bytes sent, seconds busy; counted since its process started."""
         return [get(worker.stats.remote(), self.timeout_s, "the teacher's stats") for worker in self.workers]
 
     def send(self, batch: Encoded, request: TeacherRequest) -> tuple[ray.ObjectRef, int, int]:

@@ -13,7 +13,7 @@ from silverspoon_ray.errors import PlacementError
 
 logger = logging.getLogger(__name__)
 
-# A placement group that is feasible is granted within a second or two; after this long the user is told what is missing.
+# A placement group that is feasible is granted within a second or two; after this long we say what is missing.
 TELL_AFTER_S = 5.0
 
 
@@ -31,9 +31,7 @@ def cluster_device_type() -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
-def reserve(
-    bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float, purpose: str
-) -> PlacementGroup:
+def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float, purpose: str) -> PlacementGroup:
     """Reserve bundles of resources.
 
     Args:

@@ -30,12 +30,12 @@ from silverspoon_ray.distillers.checkpoint import (
 from silverspoon_ray.distillers.masks import PositionRule
 from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
-from silverspoon_ray.distillers.terms import LossTerm, combine, split_rows, widen_rows
+from silverspoon_ray.distillers.terms import LossTerm, combine, first_rows, widen_rows
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs
 from silverspoon_ray.teacher.local import LocalTeacher, extract_logits
 from silverspoon_ray.teacher.lookahead import TICKET_KEY, LookaheadLoader, TeacherTraffic, Ticket, Window
-from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class BaseDistiller(Trainer):
     the teacher it needs. Everything else is Trainer's: autocast, accumulation, DDP, clipping, checkpoints.
 
     Args:
-        teacher_model: a module (it then runs in this process), or any :class:`~silverspoon_ray.teacher.protocol.Teacher`
-            such as a ``TeacherGroup``'s handle.
+        teacher_model: a module (it then runs in this process), or any
+            :class:`~silverspoon_ray.teacher.protocol.Teacher` such as a ``TeacherGroup``'s handle.
         alignments: pairs of teacher and student modules; for the distillers that compare features.
         args: the training arguments.
         train_dataset, eval_dataset: as for ``Trainer``.
@@ -76,12 +76,14 @@ class BaseDistiller(Trainer):
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="trainer_output")
         if not isinstance(args, TrainingArguments):
-            raise ConfigError("args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords")
+            raise ConfigError(
+                "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
+            )
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
         if not self.label_names and args.label_names is None:
             # A plain module that takes no labels: Trainer sees none, but the task loss is computed with them here.
-            self.label_names = ["labels"]
+            self.label_names: list[str] = ["labels"]
 
         # ---- teacher -------------------------------------------------------------------
         self.teacher_model = teacher_model
@@ -178,12 +180,17 @@ class BaseDistiller(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_terms(
-        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, rows: int | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        ticket: Ticket,
+        with_task: bool,
+        cut: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[Any, dict[str, LossTerm]]:
         """Student forward, the teacher's answer, and every component as a mean with its count.
 
         The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
-        for after it has ended.
+        for after it has ended. ``cut`` takes from an answer what was taken from ``inputs`` after the teacher was asked.
         """
         inputs = dict(self.position_rule.without_padding(inputs))
         if ticket.window is None:
@@ -196,20 +203,20 @@ class BaseDistiller(Trainer):
         else:
             answer = ticket.answer()
             outputs, task = self._student_forward(model, inputs, with_task)
-        answer = split_rows(answer, rows) if rows is not None else answer
+        answer = answer.map(cut) if cut is not None else answer
         mask = self.position_rule.mask(inputs)
         count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
         answer = answer.to(self.args.device)
-        terms = {
-            name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()
-        }
+        terms = {name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()}
         del answer
         ticket.release()
         if task is not None:
             terms["hard"] = task
         return outputs, terms
 
-    def _student_forward(self, model: nn.Module, inputs: dict[str, Any], with_task: bool) -> tuple[Any, LossTerm | None]:
+    def _student_forward(
+        self, model: nn.Module, inputs: dict[str, Any], with_task: bool
+    ) -> tuple[Any, LossTerm | None]:
         """The student's outputs, and its task loss as a mean where it is wanted."""
         if self.prepare_student_inputs is not None:
             inputs = self.prepare_student_inputs(dict(inputs))
@@ -348,8 +355,8 @@ class BaseDistiller(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Count what enters the losses of one optimizer step, over its micro-batches and all ranks."""
-        tickets = [batch.get(TICKET_KEY) for batch in batch_samples if isinstance(batch, Mapping)]
-        if not tickets or any(ticket is None for ticket in tickets):
+        tickets = [batch[TICKET_KEY] for batch in batch_samples if isinstance(batch, Mapping) and TICKET_KEY in batch]
+        if not tickets or len(tickets) < len(batch_samples):
             return super()._get_num_items_in_batch(batch_samples, device)
         soft: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
         task: torch.Tensor | None = soft
@@ -384,11 +391,11 @@ class BaseDistiller(Trainer):
         labels = nested_detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
         rows, real = self._rows(inputs)
         # Ranks with too few samples repeat some to fill their last batch; those must not count twice.
-        kept = max(real, 1) if real < rows else None
-        counted_inputs = inputs if kept is None else split_rows(inputs, kept, rows)
+        cut = first_rows(max(real, 1), rows) if real < rows else None
+        counted_inputs = inputs if cut is None else {key: map_tensors(cut, value) for key, value in inputs.items()}
         wants_task = self.args.alpha > 0 or self.args.e2e_eval_loss == "forward"
         with torch.no_grad(), self.compute_loss_context_manager():
-            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels, rows=kept)
+            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels, cut)
         for name, term in terms.items():
             self.evaluation_meter.add(name, term.mean, term.count if real else 0)
         loss = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False).detach()
@@ -406,7 +413,7 @@ class BaseDistiller(Trainer):
             logits = logits[0]
         if isinstance(labels, tuple) and len(labels) == 1:
             labels = labels[0]
-        return loss, widen_rows(logits, rows) if kept is not None else logits, labels
+        return loss, widen_rows(logits, rows) if cut is not None else logits, labels
 
     def _rows(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         """Rows of this evaluation batch, and how many of them are real samples of this rank."""

@@ -23,9 +23,7 @@ class StepClock(TrainerCallback):
         """A step begins where its first batch is asked for."""
         self._begin = time.perf_counter()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.steps += 1
         if self._begin is not None:
             self.seconds += time.perf_counter() - self._begin
@@ -70,9 +68,7 @@ class ProfilerCallback(TrainerCallback):
         )
         self._profiler.start()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._profiler is not None:
             self._profiler.step()
 

@@ -38,9 +38,9 @@ def load_data_position(directory: str | Path, rank: int) -> dict[str, Any] | Non
     try:
         return state_from_json(json.loads(path.read_text(encoding="utf-8")))
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise ConfigError("resume_from_checkpoint", str(path), f"a whole checkpoint; this file is broken: {error}") from (
-            error
-        )
+        raise ConfigError(
+            "resume_from_checkpoint", str(path), f"a whole checkpoint; this file is broken: {error}"
+        ) from (error)
 
 
 def _position_file(directory: str | Path, rank: int) -> Path:

@@ -36,7 +36,7 @@ class ResponseBasedDistiller(BaseDistiller):
         train_dataset, eval_dataset, data_collator: as for ``Trainer``.
         args: the training arguments.
         soft_loss_fn: a loss by name (``"kl_divergence"``, ``"reverse_kl"``, ``"jsd"``), or a callable
-            ``loss(student_logits, teacher_logits)``. A callable that takes ``mask=`` and ``num_items=`` gets the logits as
+            ``loss(student_logits, teacher_logits)``. A callable that takes ``mask=`` gets the logits as
             they are; any other gets the rows that count, ``[rows, vocabulary]`` (all of them, in their own shape, with
             ``distill_mask="none"``), and must return their mean.
         soft_loss_fn_kwargs: keywords of a loss given by name, e.g. ``{"temperature": 2.0}``.
@@ -122,7 +122,7 @@ class ResponseBasedDistiller(BaseDistiller):
         if not self._vocabulary_logged:
             self._vocabulary_logged = True
             logger.warning(
-                "The vocabularies of teacher (%d) and student (%d) differ by padding; the first %d entries are compared.",
+                "Vocabularies of teacher (%d) and student (%d) differ by padding; the first %d entries are compared.",
                 teacher.shape[-1],
                 student.shape[-1],
                 size,

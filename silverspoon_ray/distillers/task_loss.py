@@ -28,7 +28,8 @@ class TaskLossTraits:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+        get_base: Any = getattr(model, "get_base_model", None)  # of a PEFT wrapper
+        unwrapped = get_base() if get_base is not None else model
         self.gives_loss = "labels" in inspect.signature(unwrapped.forward).parameters
         self.shifts_labels = False
         self.token_level: bool | None = None

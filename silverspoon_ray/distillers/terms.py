@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from silverspoon_ray.teacher.protocol import TeacherOutput, map_tensors
-
-Rows = TypeVar("Rows", TeacherOutput, dict[str, Any])
+from silverspoon_ray.teacher.protocol import map_tensors
 
 # A component whose value is exactly 0 has no direction to scale; 0 / tiny stays 0 instead of becoming nan.
 _TINY = 1e-12
@@ -57,15 +55,13 @@ def combine(
     return total
 
 
-def split_rows(value: Rows, kept: int, rows: int | None = None) -> Rows:
-    """The first ``kept`` samples of a batch or an answer; tensors without a row for each sample pass unchanged."""
+def first_rows(kept: int, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that cuts tensors of ``rows`` samples down to the first ``kept``; it passes any other unchanged."""
 
     def head(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:kept] if tensor.dim() > 0 and (rows is None or tensor.shape[0] == rows) else tensor
+        return tensor[:kept] if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
 
-    if isinstance(value, TeacherOutput):
-        return value.map(head)
-    return {key: map_tensors(head, item) for key, item in value.items()}
+    return head
 
 
 def widen_rows(value: Any, rows: int) -> Any:

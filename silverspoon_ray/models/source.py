@@ -76,10 +76,15 @@ def check_source(key: str, source: object) -> None:
         return
     if not callable(source):
         raise ConfigError(key, source, "a model directory or hub id, a callable without arguments, or an nn.Module")
+    try:
+        parameters = inspect.signature(source).parameters.values()
+    except (TypeError, ValueError):
+        return  # some callables that are built in C do not tell
     required = [
         parameter.name
-        for parameter in inspect.signature(source).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if required:
         raise ConfigError(key, source, f"a callable without arguments; this one needs {', '.join(required)}")

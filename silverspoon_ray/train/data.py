@@ -13,7 +13,7 @@ from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.train.plan import Shipped, WorkerPlan
 
 
-class RayDataRows(IterableDataset):  # type: ignore[type-arg]
+class RayDataRows(IterableDataset[dict[str, Any]]):
     """This worker's rows of a ``ray.data`` dataset, one sample each; the Trainer batches and collates them as usual.
 
     Args:

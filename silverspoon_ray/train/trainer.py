@@ -19,7 +19,7 @@ import torch
 from ray.train import Checkpoint, CheckpointConfig, DataConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from silverspoon_ray.cluster.group import TeacherGroup, device_bundle
+from silverspoon_ray.cluster.group import TeacherGroup
 from silverspoon_ray.cluster.resources import check_room, cluster_device_type
 from silverspoon_ray.distillers import BaseDistiller, ResponseBasedDistiller, distiller_class
 from silverspoon_ray.distillers.response_based import soft_loss_from
@@ -69,6 +69,9 @@ class DistillationTrainer(TorchTrainer):
     Raises:
         ConfigError: something cannot work; before any device is taken.
     """
+
+    train_run_context: Any
+    """TorchTrainer's record of the run; it holds the scaling configuration once more."""
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> t
 
 
 def default_run_config(run_config: RunConfig | None, args: TrainingArguments) -> RunConfig:
-    """Fill in storage (``output_dir``) and how many checkpoints to keep (``save_total_limit``) where nothing is said."""
+    """Fill in storage (``output_dir``) and checkpoints to keep (``save_total_limit``) where nothing is said."""
     config = run_config or RunConfig(storage_path=str(Path(args.output_dir).expanduser().absolute()))
     if args.save_total_limit is not None and config.checkpoint_config.num_to_keep is None:
         kept = CheckpointConfig(num_to_keep=max(1, args.save_total_limit))

@@ -93,7 +93,6 @@ def worker_arguments(plan: WorkerPlan, scratch: Path, on_gpu: bool) -> TrainingA
     return TrainingArguments(**keywords)
 
 
-
 def _quiet_logs() -> None:
     """What people follow is the progress bar and the result; a line for each report would bury both."""
     ray_train = os.path.dirname(ray.train.__file__)

@@ -247,7 +247,9 @@ def test_devices_that_do_not_exist_are_an_error_with_numbers_and_leave_nothing()
     before = reserved()
     begin = time.monotonic()
     with pytest.raises(PlacementError) as caught:
-        TeacherGroup.create(partial(llama, 2), TeacherPlacement(replicas=1, resources_per_device={"unicorn": 3}, startup_timeout_s=3))
+        TeacherGroup.create(
+            partial(llama, 2), TeacherPlacement(replicas=1, resources_per_device={"unicorn": 3}, startup_timeout_s=3)
+        )
     assert time.monotonic() - begin < 30
     assert caught.value.needed == {"CPU": 1.0, "unicorn": 3}
     assert caught.value.available["unicorn"] == 0

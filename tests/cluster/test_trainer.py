@@ -186,7 +186,9 @@ def test_a_later_fit_of_that_name_goes_on(tmp_path: Path, undisturbed: list[dict
         make(tmp_path, callbacks=[StopAtFive()]).fit()
     result = make(tmp_path).fit()
     assert curve(rows(result)) == curve(undisturbed)
-    other = make(tmp_path, name="other", resume_from_checkpoint=sorted((tmp_path / "storage" / "run").glob("checkpoint_*"))[1])
+    other = make(
+        tmp_path, name="other", resume_from_checkpoint=sorted((tmp_path / "storage" / "run").glob("checkpoint_*"))[1]
+    )
     assert curve(rows(other.fit())) == curve(undisturbed)
 
 
@@ -194,7 +196,11 @@ def test_a_teachers_error_reaches_the_user(tmp_path: Path) -> None:
     before = reserved()
     data = [{"input_ids": torch.full((4,), 13 if i == 5 else 1), "labels": torch.ones(4).long()} for i in range(8)]
     trainer = make(
-        tmp_path, teacher=Raises, train_dataset=data, data_collator=None, eval_dataset=None,
+        tmp_path,
+        teacher=Raises,
+        train_dataset=data,
+        data_collator=None,
+        eval_dataset=None,
         args={"teacher_placement": {}, "per_device_train_batch_size": 1, "eval_strategy": "no"},
     )
     with pytest.raises(TeacherError) as caught:
@@ -234,8 +240,14 @@ def test_every_kind_of_dataset(tmp_path: Path, kind: str) -> None:
         train_dataset=dataset,
         eval_dataset=dataset,
         scaling_config=ScalingConfig(num_workers=2),
-        args={"max_steps": -1, "num_train_epochs": 1, "save_strategy": "no", "per_device_train_batch_size": 3,
-              "eval_strategy": "epoch", "teacher_placement": {}},
+        args={
+            "max_steps": -1,
+            "num_train_epochs": 1,
+            "save_strategy": "no",
+            "per_device_train_batch_size": 3,
+            "eval_strategy": "epoch",
+            "teacher_placement": {},
+        },
     )
     result = trainer.fit()
     assert result.metrics["step"] == 4  # 24 samples, two workers, three each
@@ -264,7 +276,12 @@ def test_ray_data_resumes_without_skipping_or_repeating(tmp_path: Path) -> None:
 
 def test_arguments_travel_as_an_instance_too(tmp_path: Path) -> None:
     args = TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True, save_total_limit=3
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        save_total_limit=3,
     )
     args.learning_rate = 0.5  # assigned later, must arrive
     trainer = DistillationTrainer(

@@ -48,9 +48,7 @@ def on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> l
     return results
 
 
-def _run(
-    pipe: Any, rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _run(pipe: Any, rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

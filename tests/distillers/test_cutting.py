@@ -162,7 +162,9 @@ def test_two_ranks(case: int, on_two_ranks: list[Any]) -> None:
         assert sorted(parts[0] + parts[1]) == sorted(order(name)[step * BATCH : (step + 1) * BATCH])
     if KINDS[name].rows is not class_rows:
         tokens = [[int((data[i]["labels"] != -100).sum()) for i in rank] for rank in seen]
-        uneven = [sum(tokens[0][s * half : (s + 1) * half]) != sum(tokens[1][s * half : (s + 1) * half]) for s in range(STEPS)]
+        uneven = [
+            sum(tokens[0][s * half : (s + 1) * half]) != sum(tokens[1][s * half : (s + 1) * half]) for s in range(STEPS)
+        ]
         assert any(uneven), "the ranks must have unequal numbers of tokens"
     for history, parameters, _ in on_two_ranks[case]:
         # The logs are those of rank 0 on every rank: averages over ranks.

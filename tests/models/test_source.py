@@ -140,10 +140,16 @@ def test_broken_configuration(tmp_path: Path) -> None:
         build_model(str(tmp_path))
 
 
-def test_callable_that_returns_something_else() -> None:
+@pytest.mark.parametrize("source", [dict, lambda: {}, lambda *args, width=3: {}], ids=["built_in", "lambda", "defaults"])
+def test_callable_that_returns_something_else(source: Any) -> None:
     with pytest.raises(ConfigError, match="it returned dict") as refused:
-        build_model(lambda: {}, "student")  # type: ignore[arg-type,return-value]
+        build_model(source, "student")
     assert refused.value.key == "student"
+
+
+def test_callable_that_needs_arguments() -> None:
+    with pytest.raises(ConfigError, match="needs path, seed"):
+        check_source("student", lambda path, *args, seed, width=3, **kwargs: None)
 
 
 def test_architecture_class(directories: dict[str, Path]) -> None:

@@ -223,9 +223,7 @@ def test_the_end_of_the_data_is_where_trainer_sees_it(depth: int, accumulation: 
         samples.append(len(prediction.label_ids))
         return {}
 
-    built = distiller(
-        FakeTeacher(gpt2(5, 2)), depth, accumulation, alpha=0.0, soft_loss_fn=ends, compute_metrics=count
-    )
+    built = distiller(FakeTeacher(gpt2(5, 2)), depth, accumulation, alpha=0.0, soft_loss_fn=ends, compute_metrics=count)
     trained(built)
     trainer = PlainTrainer(
         plain,
