@@ -234,7 +234,8 @@ class BaseDistiller(Trainer):
         else:
             # With the batch's own count as denominator the Trainer gives the batch's mean.
             items = count.clamp(min=1)
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+            # A copy, because Trainer takes the labels out for label smoothing and compute_loss_func.
+            loss, outputs = super().compute_loss(model, dict(inputs), return_outputs=True, num_items_in_batch=items)
             if self.args.average_tokens_across_devices and (self.model_accepts_loss_kwargs or self.compute_loss_func):
                 loss = loss / (self.accelerator.num_processes // self.get_tp_size())
         loss = torch.where(count > 0, loss, torch.zeros_like(loss))  # a mean over no labels is nan
@@ -323,9 +324,9 @@ class BaseDistiller(Trainer):
         base = getattr(loader, "base_dataloader", None)
         if base is None or isinstance(base, LookaheadLoader):
             return loader
-        # A resumed run begins with a loader that Trainer has made to skip what was seen: in a data stream the batches are
-        # drawn once more, in a set they are left out, and the random state must be brought to where they would have
-        # left it. A run that resumes at the end of an epoch has nothing to skip: the next epoch begins as always.
+        # A resumed run begins with a loader that Trainer has made to skip what was seen: in a data stream the batches
+        # are drawn once more, in a set they are left out, and the random state must be brought to where they would
+        # have left it. A run that resumes at the end of an epoch has nothing to skip: the next begins as always.
         skip = getattr(loader, "skip_batches", 0)
         skips_unread = any(isinstance(getattr(loader, name), SkipBatchSampler) for name in ("batch_sampler", "sampler"))
         resume_state = self._resume_position if training and skips_unread else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from silverspoon_ray.cli import app
 from silverspoon_ray.cli.app import main
 from silverspoon_ray.errors import ConfigError, PlacementError
 from silverspoon_ray.train.text_data import PadCollator
+from tests.cli.conftest import run_tree, write_run
+from tests.cli.head import RAY, ray_head
 from tests.support import llama
 
 
@@ -255,3 +258,35 @@ def test_a_real_run(ray_cluster: Any, workplace: Path, capsys: pytest.CaptureFix
 def test_too_little_text(ray_cluster: Any, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.yaml", "data.train=text/two.txt", "data.max_length=100"]) == 2
     assert "error: data.train=['text/two.txt']: text of at least data.max_length=100 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_a_submitted_job(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As in the README: absolute paths, so that the working directory of the cluster does not matter."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    tree = run_tree()
+    tree["teacher"] = {"path": str(workplace / "teacher"), "init": "random"}
+    tree["student"]["path"] = str(workplace / "teacher")
+    tree["args"]["output_dir"] = str(workplace / "out")
+    tree["data"]["train"] = str(workplace / "text")
+    config = write_run(workplace, tree)
+    train = [sys.executable, "-m", "silverspoon_ray", "train"]
+    with ray_head(elsewhere) as head:
+        submit = [RAY, "job", "submit", "--address", head.dashboard, "--", *train]
+
+        def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [*submit, *arguments]
+            return subprocess.run(
+                command, cwd=elsewhere, env=head.environment, capture_output=True, text=True, timeout=200
+            )
+
+        done = job(str(config), "args.teacher_placement.replicas=1", "run.name=first")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"\nrun: {workplace / 'out' / 'first'}\n" in done.stdout
+        (checkpoint,) = [line for line in done.stdout.splitlines() if line.startswith("checkpoint: ")]
+        assert (Path(checkpoint.removeprefix("checkpoint: ")) / "config.json").is_file()
+
+        done = job("run.yaml")  # it is not in the cluster's working directory
+        assert done.returncode == 1
+        assert "error: CONFIG='run.yaml': a YAML file that can be read" in done.stdout + done.stderr
+    assert list(elsewhere.iterdir()) == []

@@ -12,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from silverspoon_ray.cli import config as cli_config
-from silverspoon_ray.cli.config import argument_keywords, data_files, load_config, model_source, validate
+from silverspoon_ray.cli import checks, hub
+from silverspoon_ray.cli.checks import argument_keywords, data_files, validate
+from silverspoon_ray.cli.config import load_config
+from silverspoon_ray.cli.hub import model_source
 from silverspoon_ray.errors import ConfigError, NotYetError, VocabularyError
 from silverspoon_ray.models.source import RandomInit
 from tests.cli.conftest import write_model
@@ -38,8 +40,11 @@ def test_a_run_in_order(workplace: Path) -> None:
     assert argument_keywords(run)["output_dir"] == str(workplace / "out")
 
 
-def test_the_module_is_light() -> None:
-    code = "import sys, silverspoon_ray.cli.config; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+@pytest.mark.parametrize("name", ["app", "checks", "config", "hub", "tables"])
+def test_the_module_is_light(name: str) -> None:
+    code = (
+        f"import sys, silverspoon_ray.cli.{name}; print(sorted({{'torch', 'transformers', 'ray'}} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -265,9 +270,9 @@ def test_models_that_cannot_be_built(workplace: Path) -> None:
 def test_vocabularies(workplace: Path) -> None:
     larger = load_config("run.yaml", ["student.overrides.vocab_size=512"])
     validate(larger)  # both hold every token of the tokenizer; the rest is padding
-    models = {key: cli_config.meta_model(key, getattr(larger, key)).config for key in ("teacher", "student")}
+    models = {key: hub.meta_model(key, getattr(larger, key)).config for key in ("teacher", "student")}
     with pytest.raises(VocabularyError, match="259 and 512"):
-        cli_config._check_vocabulary(larger, models, tokens=None)  # a tokenizer that is not here yet
+        checks._check_vocabulary(larger, models, tokens=None)  # a tokenizer that is not here yet
 
 
 def test_json_lines(workplace: Path) -> None:
@@ -299,7 +304,7 @@ def test_text_that_is_no_text(workplace: Path) -> None:
     (workplace / "empty.txt").write_bytes(b"")
     assert "empty" in refused("data.train=empty.txt").expected
     # A character of two bytes, cut by the end of what is looked at.
-    (workplace / "long.txt").write_text("x" + "é" * cli_config.PEEK_BYTES)
+    (workplace / "long.txt").write_text("x" + "é" * checks.PEEK_BYTES)
     validate(load_config("run.yaml", ["data.train=long.txt"]))
 
 
@@ -337,13 +342,13 @@ def test_a_hub_that_does_not_answer(workplace: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", swallow)
-    monkeypatch.setattr(cli_config, "HUB_TIMEOUT_S", 0.2)
-    cli_config._ask_hub.cache_clear()
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
+    hub._ask_hub.cache_clear()
     try:
         error = refused("teacher=somebody/something")
     finally:
         released.set()
-        cli_config._ask_hub.cache_clear()
+        hub._ask_hub.cache_clear()
     assert (error.key, error.value) == ("teacher", "somebody/something")
     assert "did not answer within 0.2 s" in error.expected
     assert len(asked) == 1

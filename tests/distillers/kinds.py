@@ -140,7 +140,7 @@ def t5(seed: int, layers: int) -> torch.nn.Module:
                 decoder_start_token_id=0,
                 pad_token_id=0,
                 dropout_rate=0.0,
-                initializer_factor=0.5,
+                initializer_factor=1.0,
             )
         )
 
@@ -280,10 +280,14 @@ class Padding:
         return f"{self.side}+{self.extra}"
 
 
+NO_PADDING = Padding()
+"""Only as much as the longest sample of a batch asks for."""
+
+
 class Collator:
     """Pads and stacks samples, and remembers the samples in the order in which they came."""
 
-    def __init__(self, kind: str, padding: Padding = Padding()) -> None:
+    def __init__(self, kind: str, padding: Padding = NO_PADDING) -> None:
         self.kind, self.padding = KINDS[kind], padding
         self.seen: list[Any] = []
 

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 import silverspoon_ray
 from silverspoon_ray.distillers import ResponseBasedDistiller
-from tests.distillers.kinds import KINDS, Collator, Padding, batch_losses, kl, llama, mean_squared, squared
+from tests.distillers.kinds import KINDS, NO_PADDING, Collator, Padding, batch_losses, kl, llama, mean_squared, squared
 from tests.distillers.ranks import on_ranks
 from tests.support import PrinterCallback, trained, training_arguments
+from tests.teacher.fake import FakeTeacher
 
 BATCH = 4
 SIZES = [12, 11, 13, 3, 1]
@@ -34,11 +35,14 @@ class Numbers:
         return {"samples": float(len(prediction.label_ids))}
 
 
-def evaluator(name: str, data: Any, padding: Padding = Padding(), metrics: Any = None, **keywords: Any) -> Any:
+def evaluator(
+    name: str, data: Any, padding: Padding = NO_PADDING, metrics: Any = None, remote: bool = False, **keywords: Any
+) -> Any:
     kind = KINDS[name]
+    teacher = kind.model(5, 2)
     built = ResponseBasedDistiller(
         kind.model(0, 1),
-        kind.model(5, 2),
+        FakeTeacher(teacher) if remote else teacher,
         eval_dataset=data,
         data_collator=Collator(name, padding),
         soft_loss_fn=mean_squared if name == "bert_regression" else None,
@@ -102,14 +106,16 @@ def test_a_set_in_which_nothing_counts() -> None:
 
 # ---- two ranks ---------------------------------------------------------------------------------------------
 
-RANK_CASES = [(name, size) for name in ("llama", "t5", "bert_classifier", "perceptron") for size in SIZES]
+RANK_CASES = [(name, size, False) for name in ("llama", "t5", "bert_classifier", "perceptron") for size in SIZES]
+RANK_CASES += [("llama", size, True) for size in SIZES]
+"""(kind, size of the set, whether the teacher is asked ahead, with whole batches)"""
 
 
 def evaluate_all_on_a_rank() -> list[Any]:
     found = []
-    for name, size in RANK_CASES:
+    for name, size, remote in RANK_CASES:
         numbers = Numbers()
-        metrics = evaluator(name, KINDS[name].data(size, 3), metrics=numbers, alpha=0.4).evaluate()
+        metrics = evaluator(name, KINDS[name].data(size, 3), metrics=numbers, remote=remote, alpha=0.4).evaluate()
         found.append((metrics, numbers.predictions, numbers.labels))
     return found
 
@@ -119,9 +125,9 @@ def on_two_ranks() -> list[Any]:
     return list(zip(*on_ranks(evaluate_all_on_a_rank), strict=True))
 
 
-@pytest.mark.parametrize("case", range(len(RANK_CASES)), ids=[f"{name}-{size}" for name, size in RANK_CASES])
+@pytest.mark.parametrize("case", range(len(RANK_CASES)), ids=[f"{c[0]}-{c[1]}-{c[2]}" for c in RANK_CASES])
 def test_two_ranks(case: int, on_two_ranks: list[Any]) -> None:
-    name, size = RANK_CASES[case]
+    name, size, _ = RANK_CASES[case]
     data = KINDS[name].data(size, 3)
     for metrics, predictions, labels in on_two_ranks[case]:
         check(metrics, name, data, 0.4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from silverspoon_ray.distillers import ResponseBasedDistiller
 from silverspoon_ray.errors import ConfigError
 from tests.distillers.kinds import (
     KINDS,
+    NO_PADDING,
     Collator,
     Padding,
     batch_losses,
@@ -25,17 +27,24 @@ from tests.distillers.kinds import (
     llama,
     mean_squared,
 )
-from tests.support import PrinterCallback, trained, training_arguments
+from tests.support import PrinterCallback, seeded, trained, training_arguments
 
 
-def distiller(name: str, student: Any, padding: Padding = Padding(), **keywords: Any) -> ResponseBasedDistiller:
-    settings = {key: keywords.pop(key) for key in ("compute_loss_func", "processing_class") if key in keywords}
+def distiller(
+    name: str,
+    student: Any,
+    padding: Padding = NO_PADDING,
+    teacher: Any = None,
+    data_collator: Any = None,
+    compute_loss_func: Any = None,
+    **keywords: Any,
+) -> ResponseBasedDistiller:
     built = ResponseBasedDistiller(
         student,
-        KINDS[name].model(5, 2),
+        teacher or KINDS[name].model(5, 2),
         train_dataset=KINDS[name].data(24, 1),
         eval_dataset=KINDS[name].data(11, 2),
-        data_collator=Collator(name, padding),
+        data_collator=data_collator or Collator(name, padding),
         soft_loss_fn=mean_squared if name == "bert_regression" else None,
         args=training_arguments(
             silverspoon_ray,
@@ -47,7 +56,7 @@ def distiller(name: str, student: Any, padding: Padding = Padding(), **keywords:
                 **keywords,
             },
         ),
-        **settings,
+        compute_loss_func=compute_loss_func,
     )
     built.remove_callback(PrinterCallback)
     return built
@@ -75,8 +84,9 @@ def test_gradient_checkpointing(name: str, accumulation: int) -> None:
     for checkpointing in (False, True):
         student = CHECKPOINTED[name](0, 2)
         calls = [0]
-        layer = next(module for key, module in student.named_modules() if key.endswith((".0", "layer.0")))
-        layer.register_forward_pre_hook(lambda module, args, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        layer = next(module for key, module in student.named_modules() if key.endswith(".0"))
+        norm = next(module for module in layer.modules() if "Norm" in type(module).__name__)
+        norm.register_forward_pre_hook(lambda module, args, calls=calls: calls.__setitem__(0, calls[0] + 1))
         settings = {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": accumulation}
         if checkpointing:
             settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
@@ -136,7 +146,8 @@ LORA = {
 def adapted(name: str, **config: Any) -> Any:
     peft = pytest.importorskip("peft")
     settings = {**LORA[name], **config}
-    return peft.get_peft_model(KINDS[name].model(0, 1), peft.LoraConfig(r=4, lora_alpha=8, **settings))
+    with seeded(3):
+        return peft.get_peft_model(KINDS[name].model(0, 1), peft.LoraConfig(r=4, lora_alpha=8, **settings))
 
 
 def logits(model: Any, name: str) -> torch.Tensor:
@@ -160,9 +171,8 @@ def test_lora(name: str, tmp_path: Path) -> None:
     built = distiller(name, student, Padding("right", 3, 9), learning_rate=0.05, save_strategy="steps", save_steps=3)
     built.args.output_dir = str(tmp_path)
     history = trained(built)
-    if "modules_to_save" not in str(list(base)):
-        plain = trained(distiller(name, KINDS[name].model(0, 1), Padding("right", 3, 9)))
-        assert losses(history)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
+    plain = trained(distiller(name, KINDS[name].model(0, 1), Padding("right", 3, 9)))
+    assert losses(history)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
     for key, value in student.state_dict().items():
         if "lora_" not in key and "modules_to_save" not in key:
             assert torch.equal(value, base[key]), key
@@ -241,18 +251,14 @@ def test_plain_module_with_a_position_for_every_token(padding: Padding) -> None:
         batch = collate(samples)
         return {key: batch[key] for key in ("input_ids", "labels")}
 
-    built = distiller("bert_mlm", TokenModel(0))
-    built.teacher = built._as_teacher(TokenModel(5))
-    built.select_teacher_inputs = lambda batch: {"input_ids": batch["input_ids"]}
-    built.stream = built.teacher.open(built.teacher_request())
-    built.data_collator = collator
+    built = distiller("bert_mlm", TokenModel(0), teacher=TokenModel(5), data_collator=collator)
     student, teacher = TokenModel(0).double(), TokenModel(5).double()
 
     def rows(model: Any, sample: Any) -> Any:
         counted = sample["labels"] != -100
         return model(sample["input_ids"][None])["logits"][0][counted], sample["labels"][counted]
 
-    kind = type(KINDS["bert_mlm"])(TokenModel, KINDS["bert_mlm"].data, rows, {})  # type: ignore[arg-type]
+    kind = dataclasses.replace(KINDS["bert_mlm"], rows=rows)
     soft, hard = batch_losses(kind, student, teacher, KINDS["bert_mlm"].data(11, 2), kl)
     metrics = built.evaluate()
     assert metrics["eval_loss/soft"] == pytest.approx(soft.item(), rel=1e-5)
@@ -300,7 +306,7 @@ def test_label_smoothing() -> None:
     padded = distiller("llama", copy.deepcopy(student), Padding("right", 5, 7), label_smoothing_factor=0.2).evaluate()
     without = distiller("llama", copy.deepcopy(student)).evaluate()
     assert padded["eval_loss/hard"] == pytest.approx(plain["eval_loss/hard"], rel=1e-5)
-    assert plain["eval_loss/hard"] != pytest.approx(without["eval_loss/hard"], rel=1e-3)
+    assert plain["eval_loss/hard"] != pytest.approx(without["eval_loss/hard"], rel=1e-4)
     assert plain["eval_loss/soft"] == pytest.approx(without["eval_loss/soft"], rel=1e-6)
 
 

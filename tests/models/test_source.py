@@ -1,4 +1,4 @@
-"""Where models come from: directories, callables, fresh initialisations, modules, and what is refused without loading."""
+"""Where models come from: directories, callables, fresh initialisations, modules; what is refused without loading."""
 
 from __future__ import annotations
 
@@ -140,7 +140,9 @@ def test_broken_configuration(tmp_path: Path) -> None:
         build_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("source", [dict, lambda: {}, lambda *args, width=3: {}], ids=["built_in", "lambda", "defaults"])
+@pytest.mark.parametrize(
+    "source", [dict, lambda: {}, lambda *args, width=3: {}], ids=["built_in", "lambda", "defaults"]
+)
 def test_callable_that_returns_something_else(source: Any) -> None:
     with pytest.raises(ConfigError, match="it returned dict") as refused:
         build_model(source, "student")

@@ -98,9 +98,15 @@ def test_an_exception_leaves_the_stream_where_it_came_to(name: str) -> None:
     undisturbed = draw(name)
     set_global_state(state)
     stream, other = RandomStream(3), RandomStream(3)
-    with pytest.raises(KeyError), stream.active():
-        begun = draw(name, 2)
-        raise KeyError
+    begun: list[float] = []
+
+    def broken() -> None:
+        with stream.active():
+            begun.extend(draw(name, 2))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
     assert draw(name) == undisturbed
     with stream.active():
         begun += draw(name, 2)
