@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_detach
@@ -27,6 +23,7 @@ from silverspoon_ray.distillers.checkpoint import (
     save_data_position,
     write_json,
 )
+from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader, predictions
 from silverspoon_ray.distillers.masks import PositionRule
 from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
@@ -34,7 +31,7 @@ from silverspoon_ray.distillers.terms import LossTerm, combine, first_rows, wide
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs
 from silverspoon_ray.teacher.local import LocalTeacher, extract_logits
-from silverspoon_ray.teacher.lookahead import TICKET_KEY, LookaheadLoader, TeacherTraffic, Ticket, Window
+from silverspoon_ray.teacher.lookahead import TICKET_KEY, TeacherTraffic, Ticket, Window
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
 from silverspoon_ray.training_arguments import TrainingArguments
 
@@ -282,77 +279,38 @@ class BaseDistiller(Trainer):
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The micro-batches of the next optimizer step, with what counts in them."""
         self.clock.start()
-        # Here, because this is the one place that sees every training iterator before its first batch, also the one
-        # that the Trainer makes anew to skip what a resumed run has already seen.
-        if isinstance(epoch_iterator, types.GeneratorType) and (
-            inspect.getgeneratorstate(epoch_iterator) == inspect.GEN_CREATED
-        ):
-            loader = inspect.getgeneratorlocals(epoch_iterator).get("self")
-            if loader is not None:
-                self._install_lookahead(loader, training=True)
+        # Here, because this is the one place that sees every training iterator before its first batch.
+        self._with_lookahead(loader_of(epoch_iterator), training=True)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def get_train_dataloader(self) -> Any:
-        """Trainer's loader. A dataset with ``divided_by_rank`` gives every rank samples of its own; accelerate would
-        divide those once more and lose most of them, so it is told that this rank is the only one."""
         if not getattr(self.train_dataset, "divided_by_rank", False):
             return super().get_train_dataloader()
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self._train_batch_size,
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
-            drop_last=self.args.dataloader_drop_last,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        return prepare_data_loader(
-            loader,
-            device=self.args.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            dispatch_batches=False,
-        )
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
+        return own_rows_loader(self.train_dataset, self._train_batch_size, collate, self.args)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._install_lookahead(super().get_eval_dataloader(eval_dataset), training=False)
+        return self._with_lookahead(super().get_eval_dataloader(eval_dataset), training=False)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._install_lookahead(super().get_test_dataloader(test_dataset), training=False)
+        return self._with_lookahead(super().get_test_dataloader(test_dataset), training=False)
 
-    def _install_lookahead(self, loader: Any, training: bool) -> Any:
-        base = getattr(loader, "base_dataloader", None)
-        if base is None or isinstance(base, LookaheadLoader):
-            return loader
-        # A resumed run begins with a loader that Trainer has made to skip what was seen: in a data stream the batches
-        # are drawn once more, in a set they are left out, and the random state must be brought to where they would
-        # have left it. A run that resumes at the end of an epoch has nothing to skip: the next begins as always.
-        skip = getattr(loader, "skip_batches", 0)
-        skips_unread = any(isinstance(getattr(loader, name), SkipBatchSampler) for name in ("batch_sampler", "sampler"))
-        resume_state = self._resume_position if training and skips_unread else None
-        if training:
-            self._resume_position = None
+    def _with_lookahead(self, loader: Any, training: bool) -> Any:
         depth = self.args.teacher_prefetch if self.args.overlap_teacher_forward is not False else 0
-        # Ranks that read one stream and keep a part each must draw the same numbers.
-        rank = 0 if isinstance(loader.dataset, IterableDataset) else self.args.process_index
-        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-
-        def iteration_seed() -> int:
-            # An evaluation draws the same numbers every time, so that two evaluations can be compared.
-            return hash((seed, loader.iteration if training else -1, rank)) % 2**63
-
         # What an evaluation waits for is no part of the training step's time.
         traffic = self.teacher_traffic if training else TeacherTraffic()
-        loader.base_dataloader = LookaheadLoader(
-            base,
-            seed=iteration_seed,
-            window=(lambda: Window(self.stream, depth, traffic)) if self.teacher.dedicated else None,
+        installed = install_lookahead(
+            loader,
+            self.args,
+            training=training,
             teacher_inputs=self._teacher_batch,
-            depth=depth if self.teacher.dedicated else 0,
-            resume_state=resume_state,
-            skip=skip,
+            window=(lambda: Window(self.stream, depth, traffic)) if self.teacher.dedicated else None,
+            depth=depth,
+            resume_position=self._resume_position,
         )
-        return loader
+        if training and loader is not None:
+            self._resume_position = None  # of the first epoch after resuming, and no other
+        return installed
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Count what enters the losses of one optimizer step, over its micro-batches and all ranks."""
@@ -402,16 +360,10 @@ class BaseDistiller(Trainer):
         loss = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False).detach()
         if prediction_loss_only:
             return loss, None, None
-        if isinstance(outputs, Mapping):
-            ignored = ignore_keys
-            if ignored is None:
-                ignored = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", None) or ["cache"]
-            logits: Any = tuple(value for key, value in outputs.items() if key not in [*ignored, "loss"])
-        else:
-            logits = outputs if isinstance(outputs, torch.Tensor) else tuple(outputs)
-        logits = nested_detach(logits)
-        if isinstance(logits, tuple) and len(logits) == 1:
-            logits = logits[0]
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", None) or ["cache"]
+        logits = nested_detach(predictions(outputs, ignore_keys))
         if isinstance(labels, tuple) and len(labels) == 1:
             labels = labels[0]
         return loss, widen_rows(logits, rows) if cut is not None else logits, labels
