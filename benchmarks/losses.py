@@ -1,7 +1,7 @@
 """Time and memory of the divergences, forward and backward, against silverspoon-kd's.
 
-Both are run in turn in one process, medians over repetitions; the extra peak memory of each is taken in a process of its
-own. Written to ``results/losses.json``.
+Both are run in turn in one process, medians over repetitions; the extra peak memory of each is taken in a process of
+its own. Written to ``results/losses.json``.
 
     python benchmarks/losses.py
 """

@@ -168,7 +168,7 @@ def main() -> None:
     medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
     result = {
         "what": "steps per second of ours over silverspoon-kd, same two cores",
-        "workload": f"teacher Llama 512 x 8, student 256 x 6, vocabulary {options.vocabulary}, {BATCH} x {LENGTH} tokens",
+        "workload": f"Llama 512 x 8 teaches 256 x 6, vocabulary {options.vocabulary}, {BATCH} x {LENGTH} tokens",
         "prefetch": options.prefetch,
         "steps_per_round": options.steps,
         "median": medians,

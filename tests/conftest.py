@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Ray deletes unreferenced objects in batches of a hundred, or every second (until then they may be evicted, so they cost
-# nobody anything). One at a time, the bytes in the store are those of live objects, and a test can count them.
+# Ray deletes unreferenced objects in batches of a hundred, or every second (until then they may be evicted, so they
+# cost nobody anything). One at a time, the bytes in the store are those of live objects, and a test can count them.
 os.environ.setdefault("RAY_free_objects_batch_size", "1")
 
 import pytest

@@ -29,8 +29,8 @@ from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
 from silverspoon_ray.distillers.terms import LossTerm, combine, first_rows, widen_rows
 from silverspoon_ray.errors import ConfigError
-from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs
-from silverspoon_ray.teacher.local import LocalTeacher, extract_logits
+from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
+from silverspoon_ray.teacher.local import as_teacher, extract_logits
 from silverspoon_ray.teacher.lookahead import TICKET_KEY, TeacherTraffic, Ticket, Window
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
 from silverspoon_ray.training_arguments import TrainingArguments
@@ -84,7 +84,8 @@ class BaseDistiller(Trainer):
 
         # ---- teacher -------------------------------------------------------------------
         self.teacher_model = teacher_model
-        self.teacher = self._as_teacher(teacher_model)
+        place = self.place_model_on_device and teacher_model is not self.model
+        self.teacher = as_teacher(teacher_model, args.device, args.overlap_teacher_forward, place)
         self.alignments = list(alignments or [])
         self.prepare_teacher_inputs = prepare_teacher_inputs
         self.prepare_student_inputs = prepare_student_inputs
@@ -217,7 +218,7 @@ class BaseDistiller(Trainer):
         """The student's outputs, and its task loss as a mean where it is wanted."""
         if self.prepare_student_inputs is not None:
             inputs = self.prepare_student_inputs(dict(inputs))
-        inputs = self._with_decoder_inputs(inputs)
+        inputs = with_decoder_inputs(self.student_model, inputs)
         if not with_task:
             return model(**{key: value for key, value in inputs.items() if key not in self._targets}), None
         count = counted_labels(inputs, self._loss_shifts_labels)
@@ -242,22 +243,10 @@ class BaseDistiller(Trainer):
     def _targets(self) -> frozenset[str]:
         return NEVER_SENT | frozenset(self.label_names)
 
-    def _with_decoder_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Encoder-decoder models make the decoder's inputs from the labels; whoever gets no labels needs them made."""
-        student = self.student_model
-        if "labels" not in inputs or "decoder_input_ids" in inputs:
-            return inputs
-        if not getattr(getattr(student, "config", None), "is_encoder_decoder", False):
-            return inputs
-        make = getattr(student, "prepare_decoder_input_ids_from_labels", None)
-        if make is None:
-            return inputs
-        return {**inputs, "decoder_input_ids": make(labels=inputs["labels"])}
-
     def _teacher_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if self.prepare_teacher_inputs is not None:
             return self.prepare_teacher_inputs(dict(batch))
-        return self.select_teacher_inputs(self._with_decoder_inputs(dict(batch)))
+        return self.select_teacher_inputs(with_decoder_inputs(self.student_model, dict(batch)))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -443,19 +432,3 @@ class BaseDistiller(Trainer):
         """The student without DDP, FSDP or compile wrappers."""
         unwrapped: nn.Module = self.accelerator.unwrap_model(self.model)
         return unwrapped
-
-    def _as_teacher(self, teacher_model: nn.Module | Teacher) -> Teacher:
-        if isinstance(teacher_model, nn.Module):
-            if self.args.overlap_teacher_forward and self.args.device.type != "cuda":
-                logger.warning(
-                    "overlap_teacher_forward=True has no effect here: a teacher in the student's own process can only "
-                    "run beside it on CUDA. Give it devices of its own with teacher_placement."
-                )
-            if teacher_model is not self.model and self.place_model_on_device:
-                teacher_model.to(self.args.device)
-            return LocalTeacher(teacher_model, overlap=self.args.overlap_teacher_forward is not False)
-        if isinstance(teacher_model, Teacher):
-            return teacher_model
-        raise ConfigError(
-            "teacher_model", type(teacher_model).__name__, "an nn.Module, or the handle of a TeacherGroup"
-        )

@@ -95,7 +95,7 @@ def install_lookahead(
 
 
 def predictions(outputs: Any, ignored: list[str]) -> torch.Tensor | tuple[Any, ...]:
-    """What ``compute_metrics`` gets of a model's outputs: all but the loss and the ignored keys, as Trainer gives it."""
+    """What ``compute_metrics`` gets of a model's outputs: all but the loss and the ignored keys, as in Trainer."""
     if isinstance(outputs, torch.Tensor):
         return outputs.detach()
     values = outputs.values() if isinstance(outputs, Mapping) else outputs

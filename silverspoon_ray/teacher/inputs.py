@@ -41,3 +41,16 @@ class TeacherInputs:
             if key not in self.withheld and value is not None and (self.takes_any or key in self.accepted)
         }
         return {**self.constants, **chosen}
+
+
+def with_decoder_inputs(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with ``decoder_input_ids`` where an encoder-decoder model would make them from the labels.
+
+    Whoever gets no labels needs them made: the teacher, and a student without a task loss.
+    """
+    if "labels" not in batch or "decoder_input_ids" in batch:
+        return batch
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None or not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return batch
+    return {**batch, "decoder_input_ids": make(labels=batch["labels"])}

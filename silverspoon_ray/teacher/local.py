@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,9 @@ from torch import nn
 from silverspoon_ray.capture import captured
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.structure import structure_of
-from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest, map_tensors
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
+
+logger = logging.getLogger(__name__)
 
 
 class LocalTeacher:
@@ -63,6 +66,31 @@ class LocalTeacher:
         if device not in self._side_streams:
             self._side_streams[device] = torch.cuda.Stream(device)
         return self._side_streams[device]
+
+
+def as_teacher(
+    teacher: nn.Module | Teacher, device: torch.device, overlap: bool | None = None, place: bool = True
+) -> Teacher:
+    """A module as a local teacher; anything that answers batches as it is.
+
+    Args:
+        teacher: a module, or a teacher.
+        device: the student's; a module is moved there if ``place`` is set.
+        overlap: whether the teacher's forward may run beside the student's; None: where it can.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(teacher, nn.Module):
+        if overlap and device.type != "cuda":
+            logger.warning(
+                "overlap_teacher_forward=True has no effect here: a teacher in the student's own process can only run "
+                "beside it on CUDA. Give it devices of its own with teacher_placement."
+            )
+        return LocalTeacher(teacher.to(device) if place else teacher, overlap=overlap is not False)
+    if isinstance(teacher, Teacher):
+        return teacher
+    raise ConfigError("teacher_model", type(teacher).__name__, "an nn.Module, or the handle of a TeacherGroup")
 
 
 class LocalStream:

@@ -18,8 +18,8 @@ from ray.train.torch import TorchTrainer
 import silverspoon_ray
 from silverspoon_ray import DistillationTrainer, ResponseBasedDistiller, TrainingArguments
 from silverspoon_ray.errors import ConfigError, NotYetError, PlacementError, TeacherError
-from tests.support import Pad, gpt2, llama, ragged_data, trained, training_arguments, without_times
 from tests.cluster.test_group import Raises, nothing_left, reserved, wait_until
+from tests.support import Pad, gpt2, llama, ragged_data, trained, training_arguments, without_times
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -92,7 +92,7 @@ class KillOnce(transformers.TrainerCallback):
     Args:
         step: when.
         marker: a file that says it has happened.
-        run: the run's directory; the kill waits for two checkpoints there, so that the run has something to resume from.
+        run: the run's directory; the kill waits for two checkpoints there, so that there is something to resume from.
     """
 
     def __init__(self, step: int, marker: Path, run: Path) -> None:
