@@ -24,6 +24,7 @@ from transformers import (
 )
 
 VOCABULARY = 64
+_SCRATCH = tempfile.TemporaryDirectory(prefix="silverspoon-test-", ignore_cleanup_errors=True)
 
 
 @contextmanager
@@ -186,7 +187,7 @@ class Pad:
 def training_arguments(module: Any, **keywords: Any) -> Any:
     """Arguments of silverspoon_ray or silverspoon_kd that log every step and save nothing."""
     defaults = {
-        "output_dir": tempfile.mkdtemp(prefix="silverspoon-test-"),
+        "output_dir": tempfile.mkdtemp(dir=_SCRATCH.name),
         "max_steps": 6,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,

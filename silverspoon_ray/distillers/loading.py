@@ -4,15 +4,45 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from accelerate.data_loader import SkipBatchSampler, prepare_data_loader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from silverspoon_ray.teacher.lookahead import LookaheadLoader, Window
+from silverspoon_ray.teacher.random_stream import set_global_state
 from silverspoon_ray.training_arguments import TrainingArguments
+
+
+class ResumedOrder:
+    """A batch sampler whose first batches only pass by; behind them the random state is the one of the stopped run.
+
+    Args:
+        batches: the sampler, which may draw its order from the global generators as iteration begins.
+        skipped: so many batches will be thrown away unread.
+        position: the random state after those batches had been drawn and collated.
+    """
+
+    def __init__(self, batches: Iterable[Any], skipped: int, position: dict[str, Any]) -> None:
+        self.batches = batches
+        self.skipped = skipped
+        self.position = position
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batches):
+            if number == self.skipped:
+                set_global_state(self.position)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
 
 
 def loader_of(epoch_iterator: Any) -> Any:
@@ -60,7 +90,7 @@ def install_lookahead(
 
     Args:
         loader: as accelerate prepared it; any other is left as it is.
-        args: for seeds and this process's rank.
+        args: for seeds.
         training: not an evaluation.
         teacher_inputs: see :class:`LookaheadLoader`.
         window: makes the window of one iteration; None where the teacher cannot be asked ahead.
@@ -71,16 +101,19 @@ def install_lookahead(
     if base is None or isinstance(base, LookaheadLoader):
         return loader
     # A resumed run begins with a loader that skips what was seen. In a data stream the batches are drawn once more, and
-    # with them their random numbers. In a set they are left out, and the random state must be brought to where they
-    # would have left it. A run that resumes at the end of an epoch has nothing to skip: the next begins as always.
-    skips_unread = any(isinstance(getattr(loader, name), SkipBatchSampler) for name in ("batch_sampler", "sampler"))
-    # Ranks that read one stream and keep a part each must draw the same numbers.
-    rank = 0 if isinstance(loader.dataset, IterableDataset) else args.process_index
+    # with them their random numbers. In a set the sampler draws its order once more, but the batches are left out, so
+    # the random state has to be brought to where they would have left it. A run that resumes at the end of an epoch has
+    # nothing to skip: the next begins as always.
+    for name in ("batch_sampler", "sampler"):
+        sampler = getattr(loader, name, None)
+        if training and resume_position is not None and isinstance(sampler, SkipBatchSampler):
+            sampler.batch_sampler = ResumedOrder(sampler.batch_sampler, sampler.skip_batches, resume_position)
     seed = args.data_seed if args.data_seed is not None else args.seed
 
     def iteration_seed() -> int:
-        # An evaluation draws the same numbers every time, so that two evaluations can be compared.
-        return hash((seed, loader.iteration if training else -1, rank)) % 2**63
+        # The same on every rank, as Trainer seeds them all alike: samplers that shuffle with the global generators
+        # must give one order everywhere. An evaluation draws the same numbers every time, so that two can be compared.
+        return hash((seed, loader.iteration if training else -1)) % 2**63
 
     loader.base_dataloader = LookaheadLoader(
         base,
@@ -88,7 +121,6 @@ def install_lookahead(
         window=window,
         teacher_inputs=teacher_inputs,
         depth=depth if window is not None else 0,
-        resume_state=resume_position if training and skips_unread else None,
         skip=getattr(loader, "skip_batches", 0),
     )
     return loader

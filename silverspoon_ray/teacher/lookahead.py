@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from silverspoon_ray.teacher.protocol import PendingAnswer, TeacherOutput, TeacherStream
 from silverspoon_ray.teacher.random_stream import RandomStream
 
@@ -132,7 +134,6 @@ class LookaheadLoader:
         window: makes the window of one iteration; None for a local teacher.
         teacher_inputs: turns a batch into the teacher's inputs.
         depth: how far to draw ahead of accelerate, which is itself one batch ahead.
-        resume_state: the random state that the first iteration goes on from.
         skip: so many batches at the start of the first iteration will be thrown away, so nobody is asked for them.
     """
 
@@ -144,7 +145,6 @@ class LookaheadLoader:
         window: Callable[[], Window] | None,
         teacher_inputs: Callable[[Mapping[str, Any]], Mapping[str, Any]],
         depth: int = 0,
-        resume_state: dict[str, Any] | None = None,
         skip: int = 0,
     ) -> None:
         self.base = base
@@ -152,7 +152,6 @@ class LookaheadLoader:
         self.window = window
         self.teacher_inputs = teacher_inputs
         self.depth = depth
-        self.resume_state = resume_state
         self.skip = skip
 
     def __getattr__(self, name: str) -> Any:
@@ -164,11 +163,14 @@ class LookaheadLoader:
         return len(self.base)
 
     def __iter__(self) -> Iterator[Any]:
-        # The iterator is made under the global generators, as it is without a lookahead: what it draws here (the
-        # workers' base seed) is part of the student's random sequence, and resuming counts on that.
-        iterator = iter(self.base)
-        random_stream = RandomStream(self.seed(), self.resume_state)
-        skip, self.resume_state, self.skip = self.skip, None, 0
+        random_stream = RandomStream(self.seed())
+        with random_stream.active():
+            iterator = iter(self.base)  # with workers it reads the sampler's order already
+        if getattr(self.base, "generator", None) is None:
+            # What a loader draws from the global generator when iteration begins, as a seed for its workers. Without a
+            # lookahead it is part of the student's random sequence, so that sequence goes on behind it here as well.
+            torch.empty((), dtype=torch.int64).random_()
+        skip, self.skip = self.skip, 0
         window = self.window() if self.window is not None else None
         drawn: deque[Any] = deque()
         ahead = max(self.depth - 1, 0)

@@ -33,11 +33,10 @@ class RandomStream:
 
     Args:
         seed: seeds the stream.
-        state: goes on from this state instead, as :func:`global_state` gives it.
     """
 
-    def __init__(self, seed: int, state: dict[str, Any] | None = None) -> None:
-        self.state = state if state is not None else _seeded(seed)
+    def __init__(self, seed: int) -> None:
+        self.state = _seeded(seed)
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -194,7 +194,7 @@ class DistillationTrainer(TorchTrainer):
                 rows[name] = dataset.count()
         return WorkerPlan(
             distiller=self.distiller,
-            arguments=self.arguments,
+            arguments=self._arguments_of_workers(),
             student=ship_model(self.student),
             teacher=teacher,
             datasets={name: ship_dataset(given) for name, given in self._given_datasets.items()},
@@ -204,6 +204,14 @@ class DistillationTrainer(TorchTrainer):
             progress_bar=sys.stderr.isatty(),
             run_key=f"{self.run_config.name}-{uuid.uuid4().hex[:8]}",
         )
+
+    def _arguments_of_workers(self) -> dict[str, Any]:
+        """Workers write checkpoints to scratch space; traces are to be found where the user expects them."""
+        arguments = dict(self.arguments)
+        if arguments.get("enable_profiling") and arguments.get("profiling_output_dir") is None:
+            output_dir = Path(arguments.get("output_dir") or "trainer_output").expanduser().absolute()
+            arguments["profiling_output_dir"] = str(output_dir / "profiling")
+        return arguments
 
     def _students_on_gpu(self) -> bool:
         gpus = ray.cluster_resources().get("GPU", 0)
@@ -217,9 +225,13 @@ class DistillationTrainer(TorchTrainer):
         if workers == 0:
             return  # Ray Train's local mode: no workers, no resources
         timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
-        bundles = [scaling._resources_per_worker_not_none] * workers
-        strategy = scaling.placement_strategy
-        check_room(bundles, strategy, timeout_s, f"{workers} student worker(s) beside the teacher")
+        bundles = [dict(scaling._resources_per_worker_not_none)] * workers
+        purpose = f"{workers} student worker(s) beside the teacher"
+        if any(not isinstance(dataset, ray.data.MaterializedDataset) for dataset in self.datasets.values()):
+            # Ray Data reads in tasks of its own. Without a slot for them it would wait for ever.
+            bundles = [*bundles, {"CPU": 1.0}]
+            purpose += " and a CPU for Ray Data to read with (none is needed for a dataset that is materialized())"
+        check_room(bundles, scaling.placement_strategy, timeout_s, purpose)
 
 
 def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> tuple[dict[str, Any], TrainingArguments]:
