@@ -30,8 +30,7 @@ def make_student() -> transformers.LlamaForCausalLM:
 
 def make_data(samples: int = 128) -> list[dict[str, torch.Tensor]]:
     """Sentences of the standard library's documentation as bytes."""
-    import this
+    from pydoc_data.topics import topics
 
-    text = "".join(this.d.get(character, character) for character in this.s) * 64
-    tokens = torch.tensor(list(text.encode())) + 3
-    return [{"input_ids": row, "labels": row} for row in tokens[: samples * 64].view(samples, 64)]
+    tokens = torch.tensor(list("".join(topics.values()).encode()[: samples * 64])) + 3
+    return [{"input_ids": row, "labels": row} for row in tokens.view(samples, 64)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -196,6 +197,7 @@ def student_keywords(recipe: Recipe, output_dir: Path) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": recipe.student_steps,
         "seed": recipe.seed,
+        "dataloader_pin_memory": torch.cuda.is_available(),
     }
 
 
@@ -234,8 +236,16 @@ def _plain_trainer(
     )
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=train, eval_dataset=held_out)
     trainer.remove_callback(transformers.ProgressCallback)
-    trainer.add_callback(SilentProgressCallback)
+    trainer.add_callback(SilentProgressCallback if sys.stderr.isatty() else _Lines)
     return trainer
+
+
+class _Lines(transformers.TrainerCallback):
+    """Progress where there is no terminal for a bar."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}) and state.global_step % 50 == 0:
+            print(f"  step {state.global_step} of {state.max_steps}: loss {(logs or {})['loss']:.4f}", flush=True)
 
 
 @torch.no_grad()

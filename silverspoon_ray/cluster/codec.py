@@ -96,7 +96,8 @@ def _put_back(value: Any, buffers: list[np.ndarray[Any, Any]]) -> Any:
     if isinstance(value, dict):
         return {key: _put_back(item, buffers) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_put_back(item, buffers) for item in value)
+        items = [_put_back(item, buffers) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ from torch import nn
 from silverspoon_ray.cluster.handle import TeacherHandle, get
 from silverspoon_ray.cluster.resources import cluster_device_type, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
-from silverspoon_ray.models.source import ModelSource, check_source
+from silverspoon_ray.models.source import ModelSource, check_source, located
 from silverspoon_ray.teacher.placement import TeacherPlacement
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class TeacherGroup:
         self.placement = placement
         self._placement_groups = placement_groups
         self._spec = spec  # keeps a module of the user's in the object store for replicas that restart
+        handle.owner = self
+        # Where nobody shuts the group down and nobody can any more, e.g. because the task that made it has returned.
+        # Not at the interpreter's exit: the cluster gives back what a job held when the job ends.
+        weakref.finalize(self, _release, handle.workers, placement_groups).atexit = False
 
     @classmethod
     def create(
@@ -63,6 +68,7 @@ class TeacherGroup:
             TeacherError: the model could not be loaded, or not within that time.
         """
         check_source("teacher", teacher)
+        teacher = located(teacher)
         placement = placement or TeacherPlacement()
         if not ray.is_initialized():
             ray.init()
@@ -81,7 +87,9 @@ class TeacherGroup:
         try:
             for rank in range(placement.replicas):
                 remaining = max(deadline - time.monotonic(), 0.0)
-                group = reserve([bundle], placement.placement_strategy, remaining, f"the teacher's replica {rank}")
+                group = reserve(
+                    [bundle], placement.placement_strategy, remaining, f"the devices of the teacher's replica {rank}"
+                )
                 reserved.append(group)
                 workers.append(_start(spec, rank, bundle, group))
             for rank, worker in enumerate(workers):
@@ -100,7 +108,7 @@ class TeacherGroup:
     def shutdown(self) -> None:
         """End the replicas and give their devices back. Calling it twice does no harm."""
         _release(self.handle.workers, self._placement_groups)
-        self._placement_groups = []
+        self._placement_groups.clear()
 
     def __enter__(self) -> TeacherGroup:
         return self

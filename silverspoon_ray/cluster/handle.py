@@ -25,6 +25,8 @@ class TeacherHandle:
     """
 
     dedicated = True
+    owner: Any = None
+    """The group, in the process that made it: as long as its handle is used there, it is not given up."""
 
     def __init__(self, workers: Sequence[Any], timeout_s: float) -> None:
         self.workers = list(workers)

@@ -31,6 +31,34 @@ def cluster_device_type() -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"
 
 
+def cluster_is_fixed() -> bool:
+    """Whether this process started Ray by itself: then nobody will add a node, and waiting for one is in vain."""
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.head)
+
+
+def refuse_impossible(bundles: Sequence[Mapping[str, float]], purpose: str) -> None:
+    """Raise at once where a fixed cluster does not have the resources at all, free or not.
+
+    Raises:
+        PlacementError: with the numbers, and how to start Ray with more.
+    """
+    needed, has = total(bundles), ray.cluster_resources()
+    if not cluster_is_fixed() or all(has.get(name, 0.0) >= amount for name, amount in needed.items()):
+        return
+    hint = ""
+    if needed.get("CPU", 0) > has.get("CPU", 0):
+        hint = (
+            f"; a device is one CPU slot where there are no GPUs, and ray.init(num_cpus={needed['CPU']:g}) offers more"
+        )
+    raise PlacementError(
+        f"this Ray can never offer what {purpose} need{hint}",
+        needed=needed,
+        available=_relevant(ray.available_resources(), bundles),
+        total=_relevant(has, bundles),
+    )
+
+
 def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float, purpose: str) -> PlacementGroup:
     """Reserve bundles of resources.
 
@@ -38,11 +66,12 @@ def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: fl
         bundles: resources of each device.
         strategy: the placement group's strategy.
         timeout_s: how long to wait, e.g. for an autoscaler.
-        purpose: for messages, e.g. ``"the teacher's replica 0"``.
+        purpose: for messages, a plural, e.g. ``"the devices of the teacher's replica 0"``.
 
     Raises:
         PlacementError: not to be had in time; nothing stays reserved.
     """
+    refuse_impossible(bundles, purpose)
     begin = time.monotonic()
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     try:
@@ -82,7 +111,8 @@ def check_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s:
     Raises:
         PlacementError: not to be had in time.
     """
-    remove_placement_group(reserve(bundles, strategy, timeout_s, purpose))
+    if bundles:  # none in Ray Train's local mode, which has no workers
+        remove_placement_group(reserve(bundles, strategy, timeout_s, purpose))
 
 
 def _relevant(resources: Mapping[str, float], bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +179,12 @@ class BaseDistiller(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_terms(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        ticket: Ticket,
-        with_task: bool,
-        cut: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool
     ) -> tuple[Any, dict[str, LossTerm]]:
         """Student forward, the teacher's answer, and every component as a mean with its count.
 
         The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
-        for after it has ended. ``cut`` takes from an answer what was taken from ``inputs`` after the teacher was asked.
+        for after it has ended.
         """
         inputs = dict(self.position_rule.without_padding(inputs))
         if ticket.window is None:
@@ -201,7 +197,7 @@ class BaseDistiller(Trainer):
         else:
             answer = ticket.answer()
             outputs, task = self._student_forward(model, inputs, with_task)
-        answer = answer.map(cut) if cut is not None else answer
+        answer = answer.map(ticket.cut) if ticket.cut is not None else answer
         mask = self.position_rule.mask(inputs)
         count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
         answer = answer.to(self.args.device)
@@ -210,6 +206,8 @@ class BaseDistiller(Trainer):
         ticket.release()
         if task is not None:
             terms["hard"] = task
+        if ticket.repeated:
+            terms = {name: replace(term, count=0) for name, term in terms.items()}
         return outputs, terms
 
     def _student_forward(
@@ -306,13 +304,15 @@ class BaseDistiller(Trainer):
         tickets = [batch[TICKET_KEY] for batch in batch_samples if isinstance(batch, Mapping) and TICKET_KEY in batch]
         if not tickets or len(tickets) < len(batch_samples):
             return super()._get_num_items_in_batch(batch_samples, device)
+        self._leave_out_repeated(batch_samples[-1])
         soft: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
         task: torch.Tensor | None = soft
         for batch in map(self.position_rule.without_padding, batch_samples):
             mask = self.position_rule.mask(batch)
-            soft = soft + (self.position_rule.positions(batch) if mask is None else mask.sum())
+            own = 0 if batch[TICKET_KEY].repeated else 1
+            soft = soft + (self.position_rule.positions(batch) if mask is None else mask.sum()) * own
             labels = counted_labels(batch, self._loss_shifts_labels)
-            task = None if task is None or labels is None else task + labels
+            task = None if task is None or labels is None else task + labels * own
         totals = torch.stack([soft, soft if task is None else task])
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             totals = self.accelerator.gather(totals.unsqueeze(0)).sum(dim=0)
@@ -322,6 +322,17 @@ class BaseDistiller(Trainer):
             ticket.task_items = None if task is None else totals[1]
             ticket.share = 1 / len(batch_samples)
         return None if task is None else totals[1]
+
+    def _leave_out_repeated(self, batch: dict[str, Any]) -> None:
+        """Take out of a batch what accelerate has put there a second time to give every rank an equal last batch."""
+        rows, real = self._rows(batch)
+        if real < rows:
+            ticket: Ticket = batch[TICKET_KEY]
+            ticket.cut = first_rows(max(real, 1), rows)
+            ticket.repeated = real == 0
+            for key, value in batch.items():
+                if key != TICKET_KEY:
+                    batch[key] = map_tensors(ticket.cut, value)
 
     # ---- evaluation ----------------------------------------------------------------------
 
@@ -337,15 +348,15 @@ class BaseDistiller(Trainer):
         inputs = self._prepare_inputs(inputs)
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         labels = nested_detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
-        rows, real = self._rows(inputs)
-        # Ranks with too few samples repeat some to fill their last batch; those must not count twice.
-        cut = first_rows(max(real, 1), rows) if real < rows else None
-        counted_inputs = inputs if cut is None else {key: map_tensors(cut, value) for key, value in inputs.items()}
+        rows = self._rows(inputs)[0]
+        counted_inputs = {**inputs, TICKET_KEY: ticket}
+        self._leave_out_repeated(counted_inputs)
+        counted_inputs.pop(TICKET_KEY)
         wants_task = self.args.alpha > 0 or self.args.e2e_eval_loss == "forward"
         with torch.no_grad(), self.compute_loss_context_manager():
-            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels, cut)
+            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels)
         for name, term in terms.items():
-            self.evaluation_meter.add(name, term.mean, term.count if real else 0)
+            self.evaluation_meter.add(name, term.mean, term.count)
         loss = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False).detach()
         if prediction_loss_only:
             return loss, None, None
@@ -355,7 +366,7 @@ class BaseDistiller(Trainer):
         logits = nested_detach(predictions(outputs, ignore_keys))
         if isinstance(labels, tuple) and len(labels) == 1:
             labels = labels[0]
-        return loss, widen_rows(logits, rows) if cut is not None else logits, labels
+        return loss, widen_rows(logits, rows) if ticket.cut is not None else logits, labels
 
     def _rows(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         """Rows of this evaluation batch, and how many of them are real samples of this rank."""

@@ -12,7 +12,7 @@ from torch import nn
 from silverspoon_ray.distillers.base import BaseDistiller, PrepareInputs
 from silverspoon_ray.distillers.masks import check_mask
 from silverspoon_ray.distillers.task_loss import TaskLossTraits
-from silverspoon_ray.distillers.vocabulary import common_vocabulary, vocabulary_size
+from silverspoon_ray.distillers.vocabulary import check_vocabularies, common_vocabulary
 from silverspoon_ray.errors import NotYetError, VocabularyError
 from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss, get_loss_function, loss_keywords
 from silverspoon_ray.teacher.local import extract_logits
@@ -82,10 +82,8 @@ class ResponseBasedDistiller(BaseDistiller):
         tokenizer = self.processing_class
         self.tokens: int | None = len(tokenizer) if hasattr(tokenizer, "__len__") else None
         if TaskLossTraits(self.model).token_level:
-            teacher_size = vocabulary_size(getattr(self.teacher.structure, "config", None))
-            student_size = vocabulary_size(getattr(self.student_model, "config", None))
-            if teacher_size is not None and student_size is not None:
-                common_vocabulary(teacher_size, student_size, self.tokens)
+            teacher_config = getattr(self.teacher.structure, "config", None)
+            check_vocabularies(teacher_config, getattr(self.student_model, "config", None), self.tokens)
 
     def distillation_terms(
         self, outputs: Any, answer: TeacherOutput, mask: torch.Tensor | None

@@ -19,6 +19,27 @@ def vocabulary_size(config: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def check_vocabularies(teacher: Any, student: Any, tokens: int | None = None) -> None:
+    """Refuse two configurations whose logits cannot be compared; those that do not say are let through.
+
+    Args:
+        teacher, student: configurations, or None.
+        tokens: the size of their common tokenizer, where it is known.
+
+    Raises:
+        VocabularyError: see :func:`common_vocabulary`.
+    """
+    teacher_size, student_size = vocabulary_size(teacher), vocabulary_size(student)
+    if teacher_size is not None and student_size is not None:
+        common_vocabulary(teacher_size, student_size, tokens)
+
+
+def speaks_tokens(config: Any) -> bool:
+    """Whether the configuration is one of a language model, whose logits are over its vocabulary."""
+    names = getattr(config, "architectures", None) or [""]
+    return names[0].endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"))
+
+
 def common_vocabulary(teacher: int, student: int, tokens: int | None = None) -> int:
     """How many leading entries of the logits mean the same token for both.
 

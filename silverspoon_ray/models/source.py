@@ -90,6 +90,26 @@ def check_source(key: str, source: object) -> None:
         raise ConfigError(key, source, f"a callable without arguments; this one needs {', '.join(required)}")
 
 
+def located(source: Any) -> Any:
+    """The source with a directory's path made absolute: who loads it has another working directory."""
+    if isinstance(source, str | os.PathLike):
+        path = Path(os.fspath(source)).expanduser()
+        return str(path.absolute()) if path.exists() else os.fspath(source)
+    return source
+
+
+def known_config(source: Any) -> Any:
+    """The configuration of a source that shows it without being loaded; None of any other."""
+    try:
+        if isinstance(source, RandomInit):
+            return transformers.AutoConfig.from_pretrained(source.path, **source.overrides)
+        if isinstance(source, str | os.PathLike) and Path(source).expanduser().is_dir():
+            return transformers.AutoConfig.from_pretrained(Path(source).expanduser())
+    except (OSError, ValueError):
+        return None  # the one who loads it will say what is wrong with it
+    return getattr(source, "config", None)
+
+
 def build_model(source: ModelSource, key: str = "model", **load_kwargs: Any) -> nn.Module:
     """Build the model that ``source`` describes.
 

@@ -87,6 +87,8 @@ class Ticket:
             on all ranks. None: this batch alone.
         task_items: the same for the task loss.
         share: this micro-batch's part of the step where items cannot be counted beforehand.
+        cut: takes from an answer the samples that were taken from the batch after the teacher had been asked.
+        repeated: nothing in the batch is this rank's own; it is there to keep the ranks in step and counts nothing.
     """
 
     teacher_batch: Mapping[str, Any] | None = None
@@ -96,6 +98,8 @@ class Ticket:
     soft_items: Any = None
     task_items: Any = None
     share: float = 1.0
+    cut: Callable[[torch.Tensor], torch.Tensor] | None = None
+    repeated: bool = False
 
     def start(self) -> None:
         """Submit the batch if that has not happened yet."""

@@ -58,7 +58,7 @@ def check_dataset(name: str, dataset: Any) -> None:
     """
     if dataset is None or callable(dataset) or is_ray_dataset(dataset):
         return
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
+    if isinstance(dataset, str) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
         expected = "a torch or Hugging Face dataset, a ray.data.Dataset, or a callable without arguments"
         raise ConfigError(f"{name}_dataset", type(dataset).__name__, expected)
 

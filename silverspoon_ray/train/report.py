@@ -142,11 +142,15 @@ class ProgressLinesCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        losses = [f"{name} {value:.4f}" for name, value in (logs or {}).items() if "loss" in name]
-        if state.is_world_process_zero and losses:
+        told = [
+            f"{name} {value:.4f}"
+            for name, value in (logs or {}).items()
+            if ("loss" in name or name.startswith("eval_")) and not name.endswith(("_runtime", "_per_second"))
+        ]
+        if state.is_world_process_zero and told:
             # Not print: Ray Train copies what is printed into its log, which comes to the driver as well.
             logger = logging.getLogger("silverspoon_ray.progress")
-            logger.info("step %d of %d: %s", state.global_step, state.max_steps, ", ".join(losses))
+            logger.info("step %d of %d: %s", state.global_step, state.max_steps, ", ".join(told))
 
 
 class RayProgressCallback(TrainerCallback):

@@ -19,12 +19,13 @@ import torch
 from ray.train import Checkpoint, CheckpointConfig, DataConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from silverspoon_ray.cluster.group import TeacherGroup
-from silverspoon_ray.cluster.resources import check_room, cluster_device_type
+from silverspoon_ray.cluster.group import TeacherGroup, device_bundle
+from silverspoon_ray.cluster.resources import check_room, cluster_device_type, refuse_impossible
 from silverspoon_ray.distillers import BaseDistiller, ResponseBasedDistiller, distiller_class
 from silverspoon_ray.distillers.response_based import soft_loss_from
+from silverspoon_ray.distillers.vocabulary import check_vocabularies, speaks_tokens
 from silverspoon_ray.errors import ConfigError, NotYetError, SilverspoonError
-from silverspoon_ray.models.source import ModelSource, check_source
+from silverspoon_ray.models.source import ModelSource, check_source, known_config, located
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import Teacher
 from silverspoon_ray.train.data import check_dataset, is_ray_dataset, ship_dataset
@@ -109,11 +110,16 @@ class DistillationTrainer(TorchTrainer):
         check_dataset("eval", eval_dataset)
         if eval_dataset is None and str(checked.eval_strategy.value) != "no":
             raise ConfigError("args.eval_strategy", checked.eval_strategy.value, "'no', or pass an eval_dataset")
-        self.teacher = teacher
-        self.student = student
+        self.teacher = located(teacher)
+        self.student = located(student)
         self.distiller_kwargs = dict(distiller_kwargs or {})
         if issubclass(self.distiller, ResponseBasedDistiller):
             soft_loss_from(self.distiller_kwargs.get("soft_loss_fn"), self.distiller_kwargs.get("soft_loss_fn_kwargs"))
+            teacher_config = known_config(teacher.structure if isinstance(teacher, Teacher) else teacher)
+            student_config = known_config(student)
+            if speaks_tokens(student_config):
+                tokens = len(processing_class) if hasattr(processing_class, "__len__") else None
+                check_vocabularies(teacher_config, student_config, tokens)
         further = {
             "data_collator": data_collator,
             "processing_class": processing_class,
@@ -159,6 +165,8 @@ class DistillationTrainer(TorchTrainer):
             self.train_run_context = dataclasses.replace(self.train_run_context, scaling_config=self.scaling_config)
         group: TeacherGroup | None = None
         teacher: Any = self.teacher
+        students, purpose = self._student_bundles()
+        refuse_impossible([*students, *self._teacher_bundles()], f"the teacher and {purpose}")
         try:
             if isinstance(teacher, Teacher):
                 pass
@@ -169,7 +177,8 @@ class DistillationTrainer(TorchTrainer):
                     logger.info("teacher replica %s: pid %s", replica["rank"], replica["pid"])
             else:
                 teacher = ship_model(teacher)
-            self._check_room_for_students()
+            timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
+            check_room(students, self.scaling_config.placement_strategy, timeout_s, purpose)
             self.train_loop_config = {"plan": self._plan(teacher)}
             with _controller_polls_often():
                 result = super().fit()
@@ -219,19 +228,23 @@ class DistillationTrainer(TorchTrainer):
             gpus -= self.placement.replicas * self.placement.num_devices
         return gpus >= 1 and not self.arguments.get("use_cpu", False)
 
-    def _check_room_for_students(self) -> None:
+    def _teacher_bundles(self) -> list[dict[str, float]]:
+        if self.placement is None or isinstance(self.teacher, Teacher):
+            return []
+        bundle = device_bundle(self.placement, self.placement.device_type or cluster_device_type())
+        return [bundle] * (self.placement.replicas * self.placement.num_devices)
+
+    def _student_bundles(self) -> tuple[list[dict[str, float]], str]:
+        """What the student side takes, and what it is, for messages."""
         scaling = self.scaling_config
         workers = scaling.num_workers if isinstance(scaling.num_workers, int) else min(scaling.num_workers)
-        if workers == 0:
-            return  # Ray Train's local mode: no workers, no resources
-        timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
         bundles = [dict(scaling._resources_per_worker_not_none)] * workers
-        purpose = f"{workers} student worker(s) beside the teacher"
+        purpose = f"{workers} student worker(s)"
         if any(not isinstance(dataset, ray.data.MaterializedDataset) for dataset in self.datasets.values()):
             # Ray Data reads in tasks of its own. Without a slot for them it would wait for ever.
             bundles = [*bundles, {"CPU": 1.0}]
-            purpose += " and a CPU for Ray Data to read with (none is needed for a dataset that is materialized())"
-        check_room(bundles, scaling.placement_strategy, timeout_s, purpose)
+            purpose += " and a CPU for Ray Data to read with (a materialized() dataset needs none)"
+        return bundles, purpose
 
 
 def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> tuple[dict[str, Any], TrainingArguments]:

@@ -90,6 +90,7 @@ def worker_arguments(plan: WorkerPlan, scratch: Path, on_gpu: bool) -> TrainingA
     keywords["save_total_limit"] = 1
     if not on_gpu:
         keywords["use_cpu"] = True
+        keywords.setdefault("dataloader_pin_memory", False)  # torch would warn that it cannot
     return TrainingArguments(**keywords)
 
 

@@ -135,6 +135,45 @@ def test_one_rank(name: str, cut: tuple[int, int], padding: Padding, alpha: floa
     check(history, parameters, expected(name, alpha, divergence), alpha)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert_mlm", "t5", "bert_classifier", "perceptron"])
+def test_a_step_in_which_nothing_counts(name: str, alpha: float) -> None:
+    """Its loss is exactly 0 and it teaches nothing; the steps around it are what they would be without it."""
+    kind = KINDS[name]
+    data = kind.data(2 * BATCH, 1)
+    silent = [{**sample, "labels": torch.full_like(sample["labels"], -100)} for sample in kind.data(BATCH, 2)]
+    built = ResponseBasedDistiller(
+        kind.model(0, 1),
+        kind.model(5, 2),
+        train_dataset=[*data[:BATCH], *silent, *data[BATCH:]],
+        data_collator=Collator(name),
+        args=training_arguments(
+            silverspoon_ray,
+            alpha=alpha,
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            train_sampling_strategy="sequential",
+            optim="sgd",
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_grad_norm=0,
+            remove_unused_columns=False,
+            logging_nan_inf_filter=False,
+        ),
+    )
+    rows = [row for row in trained(built) if "loss" in row]
+    assert rows[1]["loss"] == rows[1]["loss/soft"] == rows[1].get("loss/hard", 0.0) == 0.0
+    assert rows[1]["grad_norm"] == 0.0
+    losses, parameters = reference_steps(
+        kind, [data[:BATCH], data[BATCH:]], alpha, SOFT["kl_divergence"], LEARNING_RATE
+    )
+    assert [rows[0]["loss"], rows[2]["loss"]] == pytest.approx([total for total, _, _ in losses], rel=1e-5)
+    for key, parameter in built.student_model.named_parameters():
+        wanted = parameters[key].detach()
+        torch.testing.assert_close(parameter.detach().double(), wanted, rtol=0, atol=1e-6, msg=key)
+
+
 # ---- two ranks ---------------------------------------------------------------------------------------------
 
 RANK_CASES = [(name, (4, 1), 0.4, None if name == "bert_regression" else 1) for name in KINDS]
