@@ -49,7 +49,7 @@ def refuse_impossible(bundles: Sequence[Mapping[str, float]], purpose: str) -> N
     hint = ""
     if needed.get("CPU", 0) > has.get("CPU", 0):
         hint = (
-            f"; a device is one CPU slot where there are no GPUs, and ray.init(num_cpus={needed['CPU']:g}) offers more"
+            f"; without GPUs each replica and worker takes a CPU slot, ray.init(num_cpus={needed['CPU']:g}) offers more"
         )
     raise PlacementError(
         f"this Ray can never offer what {purpose} need{hint}",
