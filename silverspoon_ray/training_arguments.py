@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +18,14 @@ from silverspoon_ray.teacher.placement import TeacherPlacement
 TEACHER_LOGITS = ("full", "top_k", "sampled", "hidden")
 TEACHER_TRANSPORTS = ("auto", "object_store", "collective")
 DISTILL_MASKS = ("auto", "labels", "attention", "none")
+LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "dataloader_num_workers": 0,
+    "seed": 0,
+}
+"""Smallest values of transformers' own fields that mean anything."""
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -106,6 +117,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if given["report_to"] is None:
             self.report_to: Any = "none"
         self._check_own_keywords()
+        self._check_inherited_keywords()
         super().__post_init__()
         self._given = given
         self._derived = {name: getattr(self, name) for name in given}
@@ -123,7 +135,34 @@ class TrainingArguments(transformers.TrainingArguments):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.keywords())
 
+    def _check_inherited_keywords(self) -> None:
+        """transformers takes any value for its fields and fails much later, on a worker."""
+        hints = typing.get_type_hints(transformers.TrainingArguments)
+        for f in dataclasses.fields(transformers.TrainingArguments):
+            value, hint = getattr(self, f.name), hints[f.name]
+            kinds = set(
+                typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+            )
+            if not f.init or _same(value, _default(f)) or not kinds <= {int, float, bool, str, type(None)}:
+                continue
+            fits = (
+                (value is None and type(None) in kinds)
+                or (isinstance(value, bool) and bool in kinds)
+                or (isinstance(value, str) and str in kinds)
+                or (isinstance(value, numbers.Integral) and not isinstance(value, bool) and kinds & {int, float})
+                or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float in kinds)
+            )
+            if not fits:
+                names = " or ".join(sorted("None" if kind is type(None) else kind.__name__ for kind in kinds))
+                raise ConfigError(f.name, value, f"of type {names}")
+        for name, low in LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < low:
+                raise ConfigError(name, value, f"{low} or more")
+
     def _check_own_keywords(self) -> None:
+        for name in ("magnitude_aware_weighting", "auto_device_match", "auto_dtype_match", "count_flops"):
+            self._check_choice(name, (True, False))
         self._check_range("alpha", 0, 1, "a number between 0 (distillation only) and 1 (task loss only)")
         self._check_choice("teacher_logits", TEACHER_LOGITS)
         self._check_choice("teacher_transport", TEACHER_TRANSPORTS)
@@ -182,9 +221,9 @@ class TrainingArguments(transformers.TrainingArguments):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(name, value, f"a whole number of {low} or more")
 
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+    def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         if getattr(self, name) not in allowed:
-            raise ConfigError(name, getattr(self, name), "one of " + ", ".join(allowed))
+            raise ConfigError(name, getattr(self, name), "one of " + ", ".join(map(str, allowed)))
 
 
 def training_arguments_from(args: TrainingArguments | Mapping[str, Any] | None) -> TrainingArguments:

@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 # A replica that dies is brought back this often; a model that kills its process every time must not do so for ever.
 MAX_RESTARTS = 8
+ANSWER_TIMEOUT_S = 600.0
 
 
 class TeacherGroup:
     """Replicas of a frozen teacher, each an actor on devices of its own.
 
     Made by :meth:`create`, which returns a group that is ready or raises and leaves nothing behind. Use it as a
-    context manager, or call :meth:`shutdown`; it also ends with the process that made it.
+    context manager, or call :meth:`shutdown`; it also ends with the Ray job that made it.
 
     Attributes:
         handle: the picklable end that students use.
@@ -99,7 +100,9 @@ class TeacherGroup:
         except BaseException:
             _release(workers, reserved)
             raise
-        return cls(TeacherHandle(workers, placement.startup_timeout_s), placement, reserved, spec)
+        # An answer may take a while even where the start may not: behind others, or behind a restart.
+        handle = TeacherHandle(workers, max(placement.startup_timeout_s, ANSWER_TIMEOUT_S))
+        return cls(handle, placement, reserved, spec)
 
     def stats(self) -> list[dict[str, Any]]:
         """See :meth:`TeacherHandle.stats`."""

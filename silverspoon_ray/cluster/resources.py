@@ -103,16 +103,32 @@ def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: fl
     )
 
 
-def check_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float, purpose: str) -> None:
+def check_room(
+    bundles: Sequence[Mapping[str, float]],
+    strategy: str,
+    timeout_s: float,
+    purpose: str,
+    beside: Sequence[Mapping[str, float]] = (),
+) -> None:
     """Make sure that the bundles are to be had now: reserve them and give them back.
 
     Ray Train itself would wait for its workers without an end.
 
+    Args:
+        bundles, strategy, timeout_s, purpose: see :func:`reserve`.
+        beside: what must be free besides, wherever that is.
+
     Raises:
         PlacementError: not to be had in time.
     """
-    if bundles:  # none in Ray Train's local mode, which has no workers
-        remove_placement_group(reserve(bundles, strategy, timeout_s, purpose))
+    reserved: list[PlacementGroup] = []
+    try:
+        for wanted, how in ((bundles, strategy), (beside, "PACK")):
+            if wanted:  # none in Ray Train's local mode, which has no workers
+                reserved.append(reserve(wanted, how, timeout_s, purpose))
+    finally:
+        for group in reserved:
+            remove_placement_group(group)
 
 
 def _relevant(resources: Mapping[str, float], bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:

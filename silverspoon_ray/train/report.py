@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -67,6 +68,12 @@ class Reporter:
         self._raise_failure()
         if self._thread.is_alive():
             raise TimeoutError(f"reports to Ray Train were not taken within {self.CLOSE_TIMEOUT_S:g} s")
+
+    def drain(self, timeout_s: float) -> None:
+        """After a failure: give what has been queued, perhaps a checkpoint, this long to arrive. Raises nothing."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+        self._thread.join(timeout_s)
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

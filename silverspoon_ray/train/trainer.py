@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 HISTORY_FILE = "log_history.json"
 HEALTH_CHECK_INTERVAL_S_ENV_VAR = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"
 REPORT_POLL_S = 0.1
+READING = "a CPU for Ray Data to read with (a materialized dataset needs none)"
 
 
 class DistillationTrainer(TorchTrainer):
@@ -165,8 +166,9 @@ class DistillationTrainer(TorchTrainer):
             self.train_run_context = dataclasses.replace(self.train_run_context, scaling_config=self.scaling_config)
         group: TeacherGroup | None = None
         teacher: Any = self.teacher
-        students, purpose = self._student_bundles()
-        refuse_impossible([*students, *self._teacher_bundles()], f"the teacher and {purpose}")
+        students, reading = self._student_bundles()
+        purpose = f"{len(students)} student worker(s)" + (f" and {READING}" if reading else "")
+        refuse_impossible([*students, *reading, *self._teacher_bundles()], f"the teacher and {purpose}")
         try:
             if isinstance(teacher, Teacher):
                 pass
@@ -178,7 +180,7 @@ class DistillationTrainer(TorchTrainer):
             else:
                 teacher = ship_model(teacher)
             timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
-            check_room(students, self.scaling_config.placement_strategy, timeout_s, purpose)
+            check_room(students, self.scaling_config.placement_strategy, timeout_s, purpose, beside=reading)
             self.train_loop_config = {"plan": self._plan(teacher)}
             with _controller_polls_often():
                 result = super().fit()
@@ -234,17 +236,14 @@ class DistillationTrainer(TorchTrainer):
         bundle = device_bundle(self.placement, self.placement.device_type or cluster_device_type())
         return [bundle] * (self.placement.replicas * self.placement.num_devices)
 
-    def _student_bundles(self) -> tuple[list[dict[str, float]], str]:
-        """What the student side takes, and what it is, for messages."""
+    def _student_bundles(self) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+        """What the workers take, and what reading their data takes besides."""
         scaling = self.scaling_config
         workers = scaling.num_workers if isinstance(scaling.num_workers, int) else min(scaling.num_workers)
         bundles = [dict(scaling._resources_per_worker_not_none)] * workers
-        purpose = f"{workers} student worker(s)"
-        if any(not isinstance(dataset, ray.data.MaterializedDataset) for dataset in self.datasets.values()):
-            # Ray Data reads in tasks of its own. Without a slot for them it would wait for ever.
-            bundles = [*bundles, {"CPU": 1.0}]
-            purpose += " and a CPU for Ray Data to read with (a materialized() dataset needs none)"
-        return bundles, purpose
+        # Ray Data reads in tasks of its own. Without a slot for them it would wait for ever.
+        reads = any(not isinstance(dataset, ray.data.MaterializedDataset) for dataset in self.datasets.values())
+        return bundles, [{"CPU": 1.0}] if reads else []
 
 
 def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> tuple[dict[str, Any], TrainingArguments]:
@@ -264,7 +263,9 @@ def arguments_on_driver(args: TrainingArguments | Mapping[str, Any] | None) -> t
 
 def default_run_config(run_config: RunConfig | None, args: TrainingArguments) -> RunConfig:
     """Fill in storage (``output_dir``) and checkpoints to keep (``save_total_limit``) where nothing is said."""
-    config = run_config or RunConfig(storage_path=str(Path(args.output_dir).expanduser().absolute()))
+    config = run_config or RunConfig()
+    if config.storage_path == RunConfig().storage_path:  # Ray fills in its default where nothing is said
+        config = dataclasses.replace(config, storage_path=str(Path(args.output_dir).expanduser().absolute()))
     if args.save_total_limit is not None and config.checkpoint_config.num_to_keep is None:
         kept = CheckpointConfig(num_to_keep=max(1, args.save_total_limit))
         config = dataclasses.replace(config, checkpoint_config=kept)

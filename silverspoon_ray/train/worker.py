@@ -25,6 +25,8 @@ from silverspoon_ray.train.report import (
 )
 from silverspoon_ray.training_arguments import TrainingArguments
 
+DRAIN_TIMEOUT_S = 30.0
+
 
 def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     """Build the student, its data and its distiller, train, and return the history of logs.
@@ -53,7 +55,8 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
     kwargs = dict(plan.distiller_kwargs)
     progress = RayProgressCallback() if plan.progress_bar else ProgressLinesCallback()
-    callbacks = [*(kwargs.pop("callbacks", None) or []), RayReportCallback(), progress]
+    reporting = RayReportCallback()
+    callbacks = [*(kwargs.pop("callbacks", None) or []), reporting, progress]
     distiller = plan.distiller(
         student_model=student,
         teacher_model=teacher,
@@ -71,6 +74,10 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
                 distiller.train(resume_from_checkpoint=os.path.join(directory, CHECKPOINT_SUBDIRECTORY))
         else:
             distiller.train(resume_from_checkpoint=plan.resume_from_checkpoint)
+    except BaseException:
+        # A checkpoint that is on its way to the storage is worth a short wait: the next attempt begins with it.
+        reporting.reporter.drain(DRAIN_TIMEOUT_S)
+        raise
     finally:
         if context.get_local_rank() == 0:
             shutil.rmtree(scratch, ignore_errors=True)
