@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 import ray
 import torch
+from ray.data.dataset import MaterializedDataset
 from ray.train import Checkpoint, CheckpointConfig, DataConfig, Result, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -242,7 +243,7 @@ class DistillationTrainer(TorchTrainer):
         workers = scaling.num_workers if isinstance(scaling.num_workers, int) else min(scaling.num_workers)
         bundles = [dict(scaling._resources_per_worker_not_none)] * workers
         # Ray Data reads in tasks of its own. Without a slot for them it would wait for ever.
-        reads = any(not isinstance(dataset, ray.data.MaterializedDataset) for dataset in self.datasets.values())
+        reads = any(not isinstance(dataset, MaterializedDataset) for dataset in self.datasets.values())
         return bundles, [{"CPU": 1.0}] if reads else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from functools import partial
@@ -105,7 +106,7 @@ class KillOnce(transformers.TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step and not self.marker.exists():
             snapshot = self.run / "checkpoint_manager_snapshot.json"
-            wait_until(lambda: snapshot.is_file() and snapshot.read_text().count('"checkpoint_dir_name"') >= 2)
+            wait_until(lambda: snapshot.is_file() and len(json.loads(snapshot.read_text())["checkpoint_results"]) >= 2)
             self.marker.write_text("killed")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -218,10 +219,58 @@ def test_no_room_for_students_is_an_error_with_numbers(tmp_path: Path) -> None:
         args={"teacher_placement": {"startup_timeout_s": 20}},
         scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1000}),
     )
-    with pytest.raises(PlacementError, match="1000 CPU") as caught:
+    with pytest.raises(PlacementError, match="1001 CPU") as caught:
         trainer.fit()
     assert caught.value.total["CPU"] == ray.cluster_resources()["CPU"]
     nothing_left(before)
+
+
+def test_two_workers_with_compute_metrics_and_samples_grouped_by_length(tmp_path: Path) -> None:
+    """23 samples: the last batch of an epoch is uneven, in training and in evaluation."""
+    results = {}
+    for workers in (1, 2):
+        shapes = tmp_path / f"shapes-{workers}"
+
+        def accuracy(prediction: Any, shapes: Path = shapes) -> dict[str, float]:
+            shapes.write_text(str(prediction.predictions.shape[0]))
+            return {"rows": float(len(prediction.label_ids))}
+
+        results[workers] = make(
+            tmp_path,
+            name=f"grouped-{workers}",
+            student=partial(gpt2, 1, dropout=0.0),
+            train_dataset=ragged_data(23),
+            compute_metrics=accuracy,
+            scaling_config=ScalingConfig(num_workers=workers),
+            args={
+                "max_steps": 7,
+                "train_sampling_strategy": "group_by_length",
+                "per_device_train_batch_size": 4 // workers,
+                "save_strategy": "no",
+                "teacher_placement": {},
+            },
+        ).fit()
+        assert results[workers].metrics["eval_rows"] == 7
+        assert shapes.read_text() == "7"
+    sequential = {workers: rows(result) for workers, result in results.items()}
+    # LengthGroupedSampler orders for the batch size of one rank, so only the evaluations see the same samples.
+    assert [row["step"] for row in sequential[1]] == [row["step"] for row in sequential[2]]
+
+
+def test_an_uneven_last_training_batch_counts_nothing_twice(tmp_path: Path) -> None:
+    histories = {}
+    for workers in (1, 2):
+        histories[workers] = rows(
+            make(
+                tmp_path,
+                name=f"uneven-{workers}",
+                student=partial(gpt2, 1, dropout=0.0),
+                train_dataset=ragged_data(21),
+                scaling_config=ScalingConfig(num_workers=workers),
+                args={"per_device_train_batch_size": 4 // workers, "save_strategy": "no", "teacher_placement": {}},
+            ).fit()
+        )
+    close(histories[1], histories[2])
 
 
 @pytest.mark.parametrize("kind", ["callable", "hugging face", "ray.data"])
@@ -318,3 +367,29 @@ def test_unknown_distillers_and_those_not_built_yet() -> None:
         DistillationTrainer("holistic", teacher=TEACHER, student=STUDENT, train_dataset=[])
     with pytest.raises(ConfigError, match="did you mean response_based"):
         DistillationTrainer("response_base", teacher=TEACHER, student=STUDENT, train_dataset=[])
+
+
+def test_ray_data_needs_a_cpu_to_read_with(tmp_path: Path) -> None:
+    """Teacher and student hold all eight slots; a lazy dataset could never be read."""
+    lazy = ray.data.from_items([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8).map(lambda row: row)
+    trainer = make(
+        tmp_path,
+        train_dataset=lazy,
+        eval_dataset=None,
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 7}),
+        args={"teacher_placement": {}, "eval_strategy": "no"},
+    )
+    with pytest.raises(PlacementError, match="Ray Data to read with"):
+        trainer.fit()
+
+
+def test_vocabularies_are_compared_before_any_device_is_taken(tmp_path: Path) -> None:
+    llama(2, vocabulary=128).save_pretrained(tmp_path / "teacher")
+    llama(1).save_pretrained(tmp_path / "student")
+    with pytest.raises(ConfigError, match=r"vocab_size=\(128, 64\)"):
+        make(tmp_path, teacher=str(tmp_path / "teacher"), student=str(tmp_path / "student"))
+
+
+def test_a_name_alone_stores_under_output_dir(tmp_path: Path) -> None:
+    assert make(tmp_path, run_config=RunConfig(name="x")).run_config.storage_path == str(tmp_path / "out")
+    assert make(tmp_path).run_config.storage_path == str(tmp_path / "storage")
