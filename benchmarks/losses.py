@@ -69,13 +69,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peak", nargs=4, metavar=("LIBRARY", "LOSS", "ROWS", "VOCABULARY"))
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
     options = parser.parse_args()
     if options.peak:
         library, name, rows, vocabulary = options.peak
         print_peak(library, name, int(rows), int(vocabulary))
         return
     here, results = machine(), []
-    for threads in (1, 2):
+    for threads in options.threads:
         torch.set_num_threads(threads)
         for rows, vocabulary in ((1024, 8192), (1024, 32000)):
             student, teacher = logits(rows, vocabulary)
@@ -88,7 +89,7 @@ def main() -> None:
                 row: dict[str, Any] = {"loss": name, "rows": rows, "vocabulary": vocabulary, "threads": threads}
                 row["seconds"] = medians
                 row["ratio"] = medians["silverspoon_kd"] / medians["silverspoon_ray"]
-                if threads == 1:
+                if threads == options.threads[0]:
                     row["extra_peak_mib"] = {lib: peak_mib(lib, name, rows, vocabulary) for lib in LIBRARIES}
                 results.append(row)
                 print(row, flush=True)
