@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +60,14 @@ def write_run(directory: Path, tree: dict[str, Any]) -> Path:
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
+
+
+@pytest.fixture(autouse=True)
+def _handlers_as_they_were() -> Iterator[None]:
+    """The command line quiets Ray Data's console by raising its handlers' levels; in this process pytest's own, which
+    are shared by all tests, are among them."""
+    handlers = {*logging.root.handlers, *logging.getLogger("ray.data").handlers}
+    levels = {handler: handler.level for handler in handlers}
+    yield
+    for handler, level in levels.items():
+        handler.setLevel(level)
