@@ -11,7 +11,6 @@ from torch import nn
 
 from silverspoon_ray.distillers.base import BaseDistiller, PrepareInputs
 from silverspoon_ray.distillers.masks import check_mask
-from silverspoon_ray.distillers.task_loss import TaskLossTraits
 from silverspoon_ray.distillers.vocabulary import check_vocabularies, common_vocabulary
 from silverspoon_ray.errors import NotYetError, VocabularyError
 from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss, get_loss_function, loss_keywords
@@ -81,7 +80,7 @@ class ResponseBasedDistiller(BaseDistiller):
         )
         tokenizer = self.processing_class
         self.tokens: int | None = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-        if TaskLossTraits(self.model).token_level:
+        if self.traits.token_level:
             teacher_config = getattr(self.teacher.structure, "config", None)
             check_vocabularies(teacher_config, getattr(self.student_model, "config", None), self.tokens)
 

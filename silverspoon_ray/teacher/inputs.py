@@ -27,11 +27,8 @@ class TeacherInputs:
         self.withheld = NEVER_SENT | frozenset(label_names)
         config = getattr(structure, "config", None)
         # A cache of keys and values would be filled and thrown away with every batch.
-        self.constants: dict[str, Any] = (
-            {"use_cache": False} if "use_cache" in self.accepted or hasattr(config, "use_cache") else {}
-        )
-        if not (self.takes_any or "use_cache" in self.accepted):
-            self.constants = {}
+        takes_use_cache = "use_cache" in self.accepted or (self.takes_any and hasattr(config, "use_cache"))
+        self.constants: dict[str, Any] = {"use_cache": False} if takes_use_cache else {}
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The teacher's keyword arguments for ``batch``; the batch itself is left as it is."""
