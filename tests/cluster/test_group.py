@@ -113,14 +113,28 @@ def test_the_handle_works_in_another_process(group: TeacherGroup) -> None:
     assert len(pickle.dumps(TeacherPlacement())) < 1000
 
 
-def test_replicas_share_the_work_in_processes_of_their_own(group: TeacherGroup) -> None:
-    before = [stats["forwards"] for stats in group.stats()]
-    stream = group.handle.open(silverspoon_ray.teacher.protocol.TeacherRequest())
-    answers = [stream.submit({"input_ids": IDS}) for _ in range(8)]
-    for answer in answers:
-        answer.result()
-    stats = group.stats()
-    assert [new["forwards"] - old for new, old in zip(stats, before, strict=True)] == [4, 4]
+class Waits(torch.nn.Module):
+    """A teacher that answers once a file is there, so that a test knows what is outstanding."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        wait_until(lambda: os.path.exists(self.gate))
+        return torch.nn.functional.one_hot(input_ids, 64).float()
+
+
+def test_replicas_share_the_work_in_processes_of_their_own(tmp_path: Any) -> None:
+    gate = tmp_path / "gate"
+    with TeacherGroup.create(partial(Waits, str(gate)), TeacherPlacement(replicas=2)) as group:
+        stream = group.handle.open(silverspoon_ray.teacher.protocol.TeacherRequest())
+        answers = [stream.submit({"input_ids": IDS}) for _ in range(8)]
+        gate.touch()
+        for answer in answers:
+            answer.result()
+        stats = group.stats()
+    assert [replica["forwards"] for replica in stats] == [4, 4]
     assert len({replica["pid"] for replica in stats} | {os.getpid()}) == 3
     assert all(replica["bytes_sent"] > 0 and replica["busy_s"] > 0 for replica in stats)
 
