@@ -40,6 +40,10 @@ class VocabularyError(ConfigError):
     """The vocabularies of teacher and student do not belong together."""
 
 
+class AlignmentError(ConfigError):
+    """Modules of teacher and student that were to be compared do not match, or what they give cannot be compared."""
+
+
 class PlacementError(SilverspoonError, RuntimeError):
     """The devices asked for were not to be had within the stated time. Nothing stays reserved.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from silverspoon_ray.capture import captured, named_module
+from silverspoon_ray.capture import capturing, named_module
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.protocol import TeacherRequest
@@ -57,15 +57,15 @@ def test_what_modules_get_and_give(name: str) -> None:
     ran = sorted(calls)
     assert len(ran) > 2
     assert hooks(model) == before
-    with torch.no_grad(), captured(model, ran, ran) as (outputs, inputs):
+    with torch.no_grad(), capturing(model, ran, ran) as seen:
         model(**batch)
     assert hooks(model) == before
-    assert sorted(outputs) == sorted(inputs) == ran
+    assert sorted(seen.outputs) == sorted(seen.inputs) == ran
     for key in ran:
         args, kwargs, output = calls[key][-1]
-        assert torch.equal(tensor_of(outputs[key]), tensor_of(output)), key
+        assert torch.equal(tensor_of(seen.outputs[key]), tensor_of(output)), key
         first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        assert inputs[key] is None if first is None else torch.equal(inputs[key], first), key
+        assert seen.inputs[key] is None if first is None else torch.equal(seen.inputs[key], first), key
 
 
 @pytest.mark.parametrize("when", ["in the forward", "in the context", "never"])
@@ -81,7 +81,7 @@ def test_no_hook_is_left(when: str) -> None:
         raise StopError
 
     def run() -> None:
-        with captured(model, [name, "lm_head"], [name]):
+        with capturing(model, [name, "lm_head"], [name]):
             assert hooks(model) > before
             model(**batch_of("llama"))
             if when == "in the context":
@@ -109,7 +109,7 @@ def test_unknown_name(key: str, wrong: str, near: str) -> None:
     before = hooks(model)
     known = "model.layers.0"
     names = {"outputs": (), "inputs": (), key: (known, wrong)}
-    with pytest.raises(ConfigError) as refused, captured(model, **names):
+    with pytest.raises(ConfigError) as refused, capturing(model, **names):
         pass
     assert refused.value.key == key
     assert refused.value.value == wrong
@@ -135,10 +135,10 @@ class Twice(nn.Module):
 
 def test_a_module_that_runs_twice_keeps_its_last_values() -> None:
     model, x = Twice(), torch.randn(3, 2)
-    with torch.no_grad(), captured(model, ["inner"], ["inner"]) as (outputs, inputs):
+    with torch.no_grad(), capturing(model, ["inner"], ["inner"]) as seen:
         y = model(x)
-        assert torch.equal(outputs["inner"], y)
-        assert torch.equal(inputs["inner"], model.inner(x))
+        assert torch.equal(seen.outputs["inner"], y)
+        assert torch.equal(seen.inputs["inner"], model.inner(x))
 
 
 def test_a_module_that_does_not_run_is_an_error_of_the_teacher() -> None:
@@ -163,9 +163,9 @@ def test_a_teachers_answer_has_what_was_asked_for() -> None:
 def test_gradients_flow_through_what_is_captured(kept: str) -> None:
     """A student's features are compared: the captured tensor is part of the graph, not a copy."""
     model = KINDS["llama"].model(0, 2)
-    with captured(model, ["model.layers.0"], ["model.layers.1"]) as (outputs, inputs):
+    with capturing(model, ["model.layers.0"], ["model.layers.1"]) as seen:
         model(**batch_of("llama"))
-    value = outputs["model.layers.0"] if kept == "outputs" else inputs["model.layers.1"]
+    value = seen.outputs["model.layers.0"] if kept == "outputs" else seen.inputs["model.layers.1"]
     tensor_of(value).square().mean().backward()
     assert model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
     assert model.model.layers[1].mlp.up_proj.weight.grad is None
@@ -183,9 +183,9 @@ class Checkpointed(nn.Module):
 def test_checkpointed_module_gives_the_same() -> None:
     """Under gradient checkpointing a module runs again in the backward pass, when nobody listens any more."""
     model, x = Checkpointed(), torch.randn(3, 2, requires_grad=True)
-    with captured(model, ["layer"]) as (outputs, _):
+    with capturing(model, ["layer"]) as caught:
         y = model(x)
-        seen = outputs["layer"]
+        seen = caught.outputs["layer"]
     y.sum().backward()
-    assert outputs["layer"] is seen
+    assert caught.outputs["layer"] is seen
     assert torch.equal(seen, y)

@@ -13,7 +13,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "silverspoon_ray"
 RAY_LAYERS = ("cluster", "train", "tune", "cli")
-BENEATH = ("losses", "alignments", "capture", "models", "teacher", "distillers", "errors", "training_arguments")
+BENEATH = (
+    "losses",
+    "alignments",
+    "capture",
+    "nested",
+    "models",
+    "teacher",
+    "distillers",
+    "errors",
+    "training_arguments",
+)
 FORBIDDEN = {
     **{room: ("ray", *(f"silverspoon_ray.{layer}" for layer in RAY_LAYERS)) for room in BENEATH},
     "cluster": ("silverspoon_ray.train", "silverspoon_ray.tune", "silverspoon_ray.cli"),

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from silverspoon_ray.teacher.protocol import TeacherOutput, map_tensors
+from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.protocol import TeacherOutput
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,18 @@ def encode(value: Any, wire_dtype: torch.dtype | None = None) -> Encoded:
         wire_dtype: floating-point tensors are cast to it first; None: bit-exact.
     """
     encoded = Encoded(None)
+    known: dict[tuple[Any, ...], int] = {}
 
     def take(tensor: torch.Tensor) -> TensorSpec:
+        # What one module returns is often what the next one gets. The same memory is sent once.
+        place = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         if wire_dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(wire_dtype)
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        encoded.buffers.append(flat.view(torch.uint8).numpy())
-        return TensorSpec(len(encoded.buffers) - 1, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if place not in known or tensor.numel() == 0:
+            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+            encoded.buffers.append(flat.view(torch.uint8).numpy())
+            known[place] = len(encoded.buffers) - 1
+        return TensorSpec(known[place], str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     encoded.value = map_tensors(take, value)
     return encoded

@@ -138,6 +138,11 @@ class RemoteAnswer:
         self.nbytes = 0
         self._ref: ray.ObjectRef | None = ref
 
+    def ready(self) -> bool:
+        """The answer has been computed (or has failed), wherever it is."""
+        assert self._ref is not None, "released answers cannot be read"
+        return bool(ray.wait([self._ref], timeout=0, fetch_local=False)[0])
+
     def result(self) -> TeacherOutput:
         """Wait for the answer: views of the object store's memory, to be read only."""
         assert self._ref is not None, "released answers cannot be read"

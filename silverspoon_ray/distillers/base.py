@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Trainer
-from transformers.trainer_pt_utils import nested_detach
-from transformers.trainer_utils import EvalLoopOutput
 
 from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
 from silverspoon_ray.distillers.checkpoint import (
@@ -24,16 +21,17 @@ from silverspoon_ray.distillers.checkpoint import (
     save_data_position,
     write_json,
 )
-from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader, predictions
+from silverspoon_ray.distillers.evaluation import ExactEvaluation
+from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader
 from silverspoon_ray.distillers.masks import PositionRule
 from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
-from silverspoon_ray.distillers.terms import LossTerm, combine, first_rows, widen_rows
+from silverspoon_ray.distillers.terms import LossTerm, combine
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
 from silverspoon_ray.teacher.local import as_teacher, extract_logits
 from silverspoon_ray.teacher.lookahead import TICKET_KEY, TeacherTraffic, Ticket, Window
-from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 PrepareInputs = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class BaseDistiller(Trainer):
+class BaseDistiller(ExactEvaluation):
     """A Hugging Face ``Trainer`` whose student learns from a teacher.
 
     Subclasses say what is compared: :meth:`distillation_terms` computes it, :meth:`teacher_request` declares what of
@@ -141,6 +139,41 @@ class BaseDistiller(Trainer):
         """
         raise NotImplementedError(f"{type(self).__name__} must say what it compares")
 
+    def counted(self, batch: Mapping[str, Any]) -> dict[str, torch.Tensor | int | None]:
+        """How much of a batch enters the losses, by ``LossTerm.kind``; None where a batch does not say."""
+        mask = self.position_rule.mask(batch)
+        return {
+            "soft": self.position_rule.positions(batch) if mask is None else mask.sum(),
+            "task": counted_labels(batch, self._loss_shifts_labels),
+        }
+
+    def student_terms(
+        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, with_outputs: bool
+    ) -> tuple[Any, dict[str, LossTerm]]:
+        """Student forward, the teacher's answer, and every component as a mean with its count.
+
+        The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
+        for after it has ended.
+
+        Args:
+            model: the student, possibly wrapped.
+            inputs: a batch, on the student's device.
+            ticket: the batch's.
+            with_task: the task loss is wanted.
+            with_outputs: the student's outputs are wanted; without, they may be None.
+        """
+        if self.args.overlap_teacher_forward is not False:
+            ticket.start()
+            outputs, task = self._student_forward(model, inputs, with_task)
+            answer = self._answer(ticket)
+        else:
+            answer = self._answer(ticket)
+            outputs, task = self._student_forward(model, inputs, with_task)
+        mask = self.position_rule.mask(inputs)
+        count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
+        terms = {name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()}
+        return outputs, terms if task is None else {**terms, "hard": task}
+
     # ---- the loss ------------------------------------------------------------------------
 
     def compute_loss(
@@ -162,53 +195,45 @@ class BaseDistiller(Trainer):
         inputs = dict(inputs)
         ticket = inputs.pop(TICKET_KEY, None)
         if ticket is None:
-            ticket = Ticket(soft_items=num_items_in_batch, task_items=num_items_in_batch)
-            ticket.share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
-        outputs, terms = self._loss_terms(model, inputs, ticket, with_task=self.args.alpha > 0)
+            ticket = Ticket(share=1 / getattr(self, "current_gradient_accumulation_steps", 1))
+            if num_items_in_batch is not None:
+                ticket.items = {"soft": num_items_in_batch, "task": num_items_in_batch}
+        outputs, terms = self._loss_terms(model, inputs, ticket, self.wants_task, return_outputs)
         self.data_position = ticket.random_state_after or self.data_position
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        shares = {}
+        shares = {name: self._share(term, ticket) for name, term in terms.items()}
         for name, term in terms.items():
-            total = ticket.task_items if term.is_task else ticket.soft_items
-            # Ranks are averaged afterwards; a denominator over all ranks has to be undone by their number.
-            shares[name] = ticket.share if total is None else term.count / total * ranks
             self.training_meter.add(name, term.mean * shares[name])
-        loss = combine(terms, shares, self.args.alpha, self.args.magnitude_aware_weighting)
+        loss = combine(terms, shares, self.alpha, self.args.magnitude_aware_weighting)
         if self.args.magnitude_aware_weighting:
-            self._reported_loss = combine(terms, shares, self.args.alpha, False).detach()
+            self._reported_loss = combine(terms, shares, self.alpha, False).detach()
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_terms(
-        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool
-    ) -> tuple[Any, dict[str, LossTerm]]:
-        """Student forward, the teacher's answer, and every component as a mean with its count.
+    def _share(self, term: LossTerm, ticket: Ticket) -> torch.Tensor | float:
+        """This micro-batch's part of a component of the whole step."""
+        total = ticket.items.get(term.kind)
+        # Ranks are averaged afterwards; a denominator over all ranks has to be undone by their number.
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return ticket.share if total is None else term.count / total * ranks
 
-        The order is what makes the two overlap: the teacher is asked before the student's forward starts and waited
-        for after it has ended.
-        """
+    def _loss_terms(
+        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, with_outputs: bool = True
+    ) -> tuple[Any, dict[str, LossTerm]]:
+        """See :meth:`student_terms`; afterwards the answer's memory is free."""
         inputs = dict(self.position_rule.without_padding(inputs))
         if ticket.window is None:
             ticket.window = Window(self.stream, 0, self.teacher_traffic)
             ticket.teacher_batch = self._teacher_batch(inputs)
-        if self.args.overlap_teacher_forward is not False:
-            ticket.start()
-            outputs, task = self._student_forward(model, inputs, with_task)
-            answer = ticket.answer()
-        else:
-            answer = ticket.answer()
-            outputs, task = self._student_forward(model, inputs, with_task)
-        answer = answer.map(ticket.cut) if ticket.cut is not None else answer
-        mask = self.position_rule.mask(inputs)
-        count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
-        answer = answer.to(self.args.device)
-        terms = {name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()}
-        del answer
+        outputs, terms = self.student_terms(model, inputs, ticket, with_task, with_outputs)
         ticket.release()
-        if task is not None:
-            terms["hard"] = task
         if ticket.repeated:
             terms = {name: replace(term, count=0) for name, term in terms.items()}
         return outputs, terms
+
+    def _answer(self, ticket: Ticket) -> TeacherOutput:
+        """Wait for the teacher: its answer on the student's device, for this rank's own samples."""
+        answer = ticket.answer()
+        answer = answer.map(ticket.cut) if ticket.cut is not None else answer
+        return answer.to(self.args.device)
 
     def _student_forward(
         self, model: nn.Module, inputs: dict[str, Any], with_task: bool
@@ -235,7 +260,7 @@ class BaseDistiller(Trainer):
             if self.args.average_tokens_across_devices and (self.model_accepts_loss_kwargs or self.compute_loss_func):
                 loss = loss / (self.accelerator.num_processes // self.get_tp_size())
         loss = torch.where(count > 0, loss, torch.zeros_like(loss))  # a mean over no labels is nan
-        return outputs, LossTerm(loss, count, is_task=True)
+        return outputs, LossTerm(loss, count, kind="task")
 
     @property
     def _targets(self) -> frozenset[str]:
@@ -304,99 +329,22 @@ class BaseDistiller(Trainer):
         tickets = [batch[TICKET_KEY] for batch in batch_samples if isinstance(batch, Mapping) and TICKET_KEY in batch]
         if not tickets or len(tickets) < len(batch_samples):
             return super()._get_num_items_in_batch(batch_samples, device)
-        self._leave_out_repeated(batch_samples[-1])
-        soft: torch.Tensor = torch.zeros((), dtype=torch.int64, device=device)
-        task: torch.Tensor | None = soft
+        self.leave_out_repeated(batch_samples[-1])
+        totals: dict[str, torch.Tensor | None] = {}
         for batch in map(self.position_rule.without_padding, batch_samples):
-            mask = self.position_rule.mask(batch)
             own = 0 if batch[TICKET_KEY].repeated else 1
-            soft = soft + (self.position_rule.positions(batch) if mask is None else mask.sum()) * own
-            labels = counted_labels(batch, self._loss_shifts_labels)
-            task = None if task is None or labels is None else task + labels * own
-        totals = torch.stack([soft, soft if task is None else task])
+            for kind, count in self.counted(batch).items():
+                before = totals.get(kind, torch.zeros((), dtype=torch.int64, device=device))
+                totals[kind] = None if before is None or count is None else before + count * own
+        known = {kind: total for kind, total in totals.items() if total is not None}
+        sums = torch.stack(list(known.values()))
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            totals = self.accelerator.gather(totals.unsqueeze(0)).sum(dim=0)
-        totals = totals.clamp(min=1)
+            sums = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0)
+        items = dict(zip(known, sums.clamp(min=1), strict=True))
         for ticket in tickets:
-            ticket.soft_items = totals[0]
-            ticket.task_items = None if task is None else totals[1]
+            ticket.items = items
             ticket.share = 1 / len(batch_samples)
-        return None if task is None else totals[1]
-
-    def _leave_out_repeated(self, batch: dict[str, Any]) -> None:
-        """Take out of a batch what accelerate has put there a second time to give every rank an equal last batch."""
-        rows, real = self._rows(batch)
-        if real < rows:
-            ticket: Ticket = batch[TICKET_KEY]
-            ticket.cut = first_rows(max(real, 1), rows)
-            ticket.repeated = real == 0
-            for key, value in batch.items():
-                if key != TICKET_KEY:
-                    batch[key] = map_tensors(ticket.cut, value)
-
-    # ---- evaluation ----------------------------------------------------------------------
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, logits and labels of one evaluation batch; works without labels too."""
-        ticket = inputs.pop(TICKET_KEY, None) or Ticket()
-        inputs = self._prepare_inputs(inputs)
-        has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
-        labels = nested_detach(tuple(inputs[name] for name in self.label_names)) if has_labels else None
-        rows = self._rows(inputs)[0]
-        counted_inputs = {**inputs, TICKET_KEY: ticket}
-        self._leave_out_repeated(counted_inputs)
-        counted_inputs.pop(TICKET_KEY)
-        wants_task = self.args.alpha > 0 or self.args.e2e_eval_loss == "forward"
-        with torch.no_grad(), self.compute_loss_context_manager():
-            outputs, terms = self._loss_terms(model, counted_inputs, ticket, wants_task and has_labels)
-        for name, term in terms.items():
-            self.evaluation_meter.add(name, term.mean, term.count)
-        loss = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False).detach()
-        if prediction_loss_only:
-            return loss, None, None
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", None) or ["cache"]
-        logits = nested_detach(predictions(outputs, ignore_keys))
-        if isinstance(labels, tuple) and len(labels) == 1:
-            labels = labels[0]
-        return loss, widen_rows(logits, rows) if ticket.cut is not None else logits, labels
-
-    def _rows(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
-        """Rows of this evaluation batch, and how many of them are real samples of this rank."""
-        rows = next((v.shape[0] for v in inputs.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 1)
-        state = self.accelerator.gradient_state
-        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return rows, rows
-        return rows, min(max(state.remainder - self.args.process_index * rows, 0), rows)
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """Trainer's loop; the losses it reports are those of the whole set, each component over what it counts."""
-        self.evaluation_meter = EvaluationMeter()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        means = self.evaluation_meter.means(self._reduce_sum)
-        if means:
-            if "hard" in means and self.args.e2e_eval_loss == "forward":
-                output.metrics[f"{metric_key_prefix}_loss/e2e"] = means["hard"]
-            if self.args.alpha == 0:
-                means.pop("hard", None)
-            for name, mean in means.items():
-                output.metrics[f"{metric_key_prefix}_loss/{name}"] = mean
-            terms = {name: LossTerm(torch.tensor(mean), 1, name == "hard") for name, mean in means.items()}
-            total = combine(terms, dict.fromkeys(terms, 1.0), self.args.alpha, False)
-            output.metrics[f"{metric_key_prefix}_loss"] = total.item()
-        return output
-
-    def _reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.args.world_size == 1:
-            return tensor
-        return self.accelerator.gather(tensor.unsqueeze(0).to(self.args.device)).sum(dim=0).cpu()
+        return items.get("task")
 
     # ---- logs and checkpoints ------------------------------------------------------------
 

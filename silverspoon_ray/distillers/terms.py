@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from silverspoon_ray.teacher.protocol import map_tensors
+from silverspoon_ray.nested import map_tensors
 
 # A component whose value is exactly 0 has no direction to scale; 0 / tiny stays 0 instead of becoming nan.
 _TINY = 1e-12
@@ -21,12 +21,18 @@ class LossTerm:
     Attributes:
         mean: 0-d, mean over what counts; 0 where nothing does.
         count: how many positions or samples that is.
-        is_task: it is the student's own loss on the labels, not distillation.
+        kind: what is counted, see :meth:`BaseDistiller.counted`; ``"task"`` for the student's own loss on the labels.
+        weight: what the component is multiplied by in the total.
     """
 
     mean: torch.Tensor
     count: torch.Tensor | int
-    is_task: bool = False
+    kind: str = "soft"
+    weight: float = 1.0
+
+    @property
+    def is_task(self) -> bool:
+        return self.kind == "task"
 
 
 def combine(
@@ -46,13 +52,18 @@ def combine(
     """
     total: torch.Tensor | None = None
     for name, term in terms.items():
-        value = term.mean
-        if magnitude_aware:
-            value = value / value.detach().abs().clamp(min=_TINY)
-        value = value * shares[name] * (alpha if term.is_task else 1 - alpha)
+        value = weighted(term, shares[name], alpha, magnitude_aware)
         total = value if total is None else total + value
     assert total is not None, "a distiller gave no loss terms"
     return total
+
+
+def weighted(term: LossTerm, share: torch.Tensor | float, alpha: float, magnitude_aware: bool) -> torch.Tensor:
+    """What one component adds to the total of :func:`combine`."""
+    value = term.mean
+    if magnitude_aware:
+        value = value / value.detach().abs().clamp(min=_TINY)
+    return value * share * (term.weight * (alpha if term.is_task else 1 - alpha))
 
 
 def first_rows(kept: int, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from silverspoon_ray.capture import captured
+from silverspoon_ray.capture import capturing
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.structure import structure_of
-from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest, map_tensors
+from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class LocalTeacher:
         self.model = model
         self.overlap = overlap
         self._structure: nn.Module | None = None
+        self._events: dict[TeacherRequest, int] = {}
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -49,18 +52,28 @@ class LocalTeacher:
 
     @torch.no_grad()
     def answer(self, batch: Mapping[str, Any], request: TeacherRequest) -> TeacherOutput:
-        """Run the model on ``batch``, the keyword arguments of its forward, on the model's device."""
-        with evaluating(self.model), captured(self.model, request.outputs, request.inputs) as (outputs, inputs):
-            returned = self.model(**batch)
-        answer = TeacherOutput(logits=extract_logits(returned) if request.logits else None)
+        """Run the model on ``batch``, the keyword arguments of its forward, on the model's device.
+
+        Where no logits are wanted the forward ends with the last module that is: the rest is skipped. The first batch
+        of a request runs whole, to see how often the wanted modules fire.
+        """
+        until = None if request.logits else self._events.get(request)
+        seen = capturing(self.model, request.outputs, request.inputs, request.copy_inputs, until)
+        with evaluating(self.model), seen as captured:
+            returned = captured.forward(**batch)
+            outputs, inputs = captured.outputs, captured.inputs
+            self._events[request] = captured.engine.events
         missing = [name for name in request.outputs if name not in outputs]
         missing += [name for name in request.inputs if name not in inputs]
         if missing:
             raise ConfigError("outputs", missing[0], "a module that runs in the teacher's forward; this one did not")
-        # A model output is a mapping type of its own; plain dicts travel and compare more easily.
-        answer.outputs = map_tensors(torch.Tensor.detach, outputs)
-        answer.inputs = map_tensors(torch.Tensor.detach, inputs)
-        return answer
+        for name, select in request.selectors:
+            outputs[name] = select(outputs[name])
+        return TeacherOutput(
+            logits=_plain(extract_logits(returned)) if request.logits else None,
+            outputs=map_tensors(_plain, outputs),
+            inputs=map_tensors(_plain, inputs),
+        )
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side_streams:
@@ -117,16 +130,19 @@ class LocalAnswer:
     nbytes = 0
 
     def __init__(
-        self, output: TeacherOutput, ready: torch.cuda.Event | None = None, device: torch.device | None = None
+        self, output: TeacherOutput, computed: torch.cuda.Event | None = None, device: torch.device | None = None
     ) -> None:
         self.output = output
-        self.ready = ready
+        self.computed = computed
         self.device = device
 
+    def ready(self) -> bool:
+        return True  # on CUDA too: the student's stream waits, not the student
+
     def result(self) -> TeacherOutput:
-        if self.ready is not None:
+        if self.computed is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(self.ready)
+            current.wait_event(self.computed)
 
             def used_here(tensor: torch.Tensor) -> torch.Tensor:
                 # Without it the allocator could hand the memory out again while this stream still reads it.
@@ -151,6 +167,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without a graph, and whole: of a tensor that is spread over devices this rank holds a part only."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def extract_logits(returned: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,9 +83,8 @@ class Ticket:
         window: where to submit; None until the student comes, for a teacher that cannot be asked ahead.
         random_state_after: the data's random state when the batch had been drawn; a run that resumes after this
             batch goes on from it.
-        soft_items: the denominator of the distillation loss: what counts in all micro-batches of the optimizer step,
-            on all ranks. None: this batch alone.
-        task_items: the same for the task loss.
+        items: denominators by what is counted (see ``LossTerm.kind``): in all micro-batches of the optimizer step, on
+            all ranks. Without one a component is weighed by ``share``.
         share: this micro-batch's part of the step where items cannot be counted beforehand.
         cut: takes from an answer the samples that were taken from the batch after the teacher had been asked.
         repeated: nothing in the batch is this rank's own; it is there to keep the ranks in step and counts nothing.
@@ -95,8 +94,7 @@ class Ticket:
     window: Window | None = None
     random_state_after: dict[str, Any] | None = None
     pending: PendingAnswer | None = None
-    soft_items: Any = None
-    task_items: Any = None
+    items: dict[str, Any] = field(default_factory=dict)
     share: float = 1.0
     cut: Callable[[torch.Tensor], torch.Tensor] | None = None
     repeated: bool = False
@@ -105,6 +103,11 @@ class Ticket:
         """Submit the batch if that has not happened yet."""
         if self.window is not None and self.pending is None:
             self.window.submit(self)
+
+    @property
+    def is_there(self) -> bool:
+        """Waiting for the answer would take no time."""
+        return self.pending is not None and self.pending.ready()
 
     def answer(self) -> TeacherOutput:
         """Wait for the answer. Raises TeacherError where the teacher failed."""

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from silverspoon_ray.nested import map_tensors
+
 
 @dataclass(frozen=True)
 class TeacherRequest:
@@ -23,12 +25,17 @@ class TeacherRequest:
         outputs: dotted names of the teacher's modules whose outputs are wanted.
         inputs: dotted names of the teacher's modules whose first tensor input is wanted.
         wire_dtype: floating-point tensors are sent in this dtype; None: as they are, bit-exact.
+        selectors: pairs of a name in ``outputs`` and a function of that module's output (hashable, picklable); what it
+            returns is the answer, so that the rest need not travel.
+        copy_inputs: copy inputs as the module is called, for models that write to them in place.
     """
 
     logits: str | None = "full"
     outputs: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     wire_dtype: torch.dtype | None = None
+    selectors: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
+    copy_inputs: bool = False
 
 
 @dataclass
@@ -72,20 +79,11 @@ class TeacherOutput:
         return copied
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply ``function`` to each tensor in nested tuples, lists and mappings; everything else passes unchanged."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [map_tensors(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 class PendingAnswer(Protocol):
     """An answer that is being computed somewhere else."""
+
+    def ready(self) -> bool:
+        """:meth:`result` would not have to wait."""
 
     def result(self) -> TeacherOutput:
         """Wait for it. Raises TeacherError if the teacher failed or the time is up."""

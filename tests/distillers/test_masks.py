@@ -12,7 +12,8 @@ from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels
 from silverspoon_ray.distillers.terms import LossTerm, combine, first_rows, widen_rows
 from silverspoon_ray.errors import ConfigError
-from silverspoon_ray.teacher.protocol import TeacherOutput, map_tensors
+from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.protocol import TeacherOutput
 from tests.distillers.kinds import KINDS
 from tests.distillers.test_students import TokenModel
 
@@ -204,7 +205,7 @@ def test_counted_labels(entries: dict[str, Any], shifts: bool, wanted: int | Non
 @pytest.mark.parametrize("aware", [False, True])
 def test_combine(alpha: float, aware: bool) -> None:
     soft, hard = torch.tensor(4.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    terms = {"soft": LossTerm(soft, 3), "hard": LossTerm(hard, 5, is_task=True)}
+    terms = {"soft": LossTerm(soft, 3), "hard": LossTerm(hard, 5, kind="task")}
     shares = {"soft": 0.5, "hard": torch.tensor(0.25)}
     total = combine(terms, shares, alpha, aware)
     total.backward()

@@ -63,6 +63,9 @@ class FakeAnswer:
         self.nbytes = 0
         self.release = weakref.finalize(self, teacher.gone)  # runs once: when called, or when nobody has the answer
 
+    def ready(self) -> bool:
+        return False
+
     def result(self) -> TeacherOutput:
         teacher = self.teacher
         teacher.answered.append(self.number)

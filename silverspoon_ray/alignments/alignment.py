@@ -1,0 +1,252 @@
+"""One pair of modules: what of the teacher teaches what of the student, and how."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_ray.alignments.projectors import init_projector, projector_between
+from silverspoon_ray.alignments.selector import OutputSelector, identity
+from silverspoon_ray.errors import AlignmentError, ConfigError
+from silverspoon_ray.losses import LossFunction, get_loss_function, loss_keywords
+
+Selector = Callable[[Any], Any]
+ProjectorInit = str | Callable[[nn.Module], Any] | None
+
+
+class Alignment:
+    """A module of the teacher that teaches a module of the student.
+
+    Args:
+        teacher_block: the teacher's module; of a teacher that runs elsewhere, a module of its ``structure``.
+        student_block: the student's module.
+        teacher_model_name, student_model_name: names of the models, for logs and checkpoints.
+        teacher_module_name, student_module_name: the modules' dotted names in their models. Distillers look them up
+            where they are empty.
+        teacher_output_selector, student_output_selector: pick the tensor that is compared from what a module returns.
+        input_projector: learned; turns the teacher's input of the block into what the student's block takes. Blockwise
+            only.
+        output_projector: learned; turns the student's output into the teacher's size.
+        auto_projector: make the projectors that shapes ask for, before training begins.
+        projector_init: how new projectors begin: a name or ``init(module)``; None: as torch does.
+        loss_function: a loss by name or a callable ``loss(student, teacher)``; None: ``"mse"``. A callable that takes
+            ``mask=`` gets the features as they are; any other gets the positions that count as rows,
+            ``[rows, features]``, and must return their mean.
+        loss_function_kwargs: keywords of a loss given by name.
+        optimizer, scheduler: for this student block and its projectors alone; None: the distiller's.
+        max_grad_norm: the gradients of the block and its projectors are clipped to this norm; None: blockwise clips
+            each block to the training arguments' ``max_grad_norm``.
+        loss_weight: what the loss is multiplied by in the total.
+        auto_device_match, auto_dtype_match: move, cast the teacher's features to the student's device, dtype.
+
+    Raises:
+        ConfigError: a value that cannot be used.
+    """
+
+    def __init__(
+        self,
+        teacher_block: nn.Module,
+        student_block: nn.Module,
+        teacher_model_name: str = "",
+        student_model_name: str = "",
+        teacher_module_name: str = "",
+        student_module_name: str = "",
+        teacher_output_selector: Selector = identity,
+        student_output_selector: Selector = OutputSelector(0),  # noqa: B008  (frozen)
+        input_projector: nn.Module | None = None,
+        output_projector: nn.Module | None = None,
+        auto_projector: bool = False,
+        projector_init: ProjectorInit = None,
+        loss_function: str | LossFunction | None = None,
+        loss_function_kwargs: Mapping[str, Any] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        max_grad_norm: float | int | None = None,
+        loss_weight: float = 1.0,
+        auto_device_match: bool = False,
+        auto_dtype_match: bool = False,
+    ) -> None:
+        for key, module in (("teacher_block", teacher_block), ("student_block", student_block)):
+            if not isinstance(module, nn.Module):
+                raise ConfigError(key, type(module).__name__, "an nn.Module; create_alignments finds modules by name")
+        if scheduler is not None and optimizer is None:
+            raise ConfigError("scheduler", type(scheduler).__name__, "None where no optimizer is given")
+        _check_number("loss_weight", loss_weight, "a finite number of 0 or more")
+        if max_grad_norm is not None:
+            _check_number("max_grad_norm", max_grad_norm, "a finite number of 0 or more, or None")
+        self.teacher_block = teacher_block
+        self.student_block = student_block
+        self.teacher_model_name = teacher_model_name
+        self.student_model_name = student_model_name
+        self.teacher_module_name = teacher_module_name
+        self.student_module_name = student_module_name
+        self.teacher_output_selector = teacher_output_selector
+        self.student_output_selector = student_output_selector
+        self.input_projector = input_projector
+        self.output_projector = output_projector
+        self.auto_projector = auto_projector
+        self.projector_init = projector_init
+        self.loss_function = loss_from(loss_function, loss_function_kwargs)
+        self.loss_name = loss_function or "mse"
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.max_grad_norm = max_grad_norm
+        self.loss_weight = loss_weight
+        self.auto_device_match = auto_device_match
+        self.auto_dtype_match = auto_dtype_match
+        self.student_model_ref: weakref.ref[nn.Module] | None = None
+        self.shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """Shapes of the teacher's and the student's features for one sample, once they have been seen."""
+
+    def get_name(self) -> str:
+        """``<student model>.<student module>``: the key of this alignment in logs and checkpoints."""
+        return f"{self.student_model_name}.{self.student_module_name}"
+
+    @property
+    def projectors(self) -> dict[str, nn.Module]:
+        """Those that there are, as ``input_projector`` and ``output_projector``."""
+        both = {"input_projector": self.input_projector, "output_projector": self.output_projector}
+        return {name: projector for name, projector in both.items() if projector is not None}
+
+    # ---- features ------------------------------------------------------------------------
+
+    def teacher_features(self, output: Any) -> torch.Tensor:
+        """The tensor that is compared, from what the teacher's module returned."""
+        return self._selected("teacher", self.teacher_module_name, self.teacher_output_selector, output)
+
+    def student_features(self, output: Any) -> torch.Tensor:
+        """The tensor that is compared, from what the student's module returned; not projected yet."""
+        return self._selected("student", self.student_module_name, self.student_output_selector, output)
+
+    def _selected(self, whose: str, name: str, select: Selector, output: Any) -> torch.Tensor:
+        try:
+            features = select(output)
+        except (LookupError, TypeError) as error:
+            features = None
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            reason = f"the selector gives {type(features).__name__}"
+        if isinstance(features, torch.Tensor):
+            return features
+        raise AlignmentError(
+            f"{whose}_output_selector",
+            select,
+            f"a function that picks a tensor from what {whose} module {name!r} returns ({_described(output)}); {reason}"
+            ". create_alignments(..., output_selector_index=0) picks the first of several",
+        )
+
+    def make_projectors(
+        self, student_output: torch.Tensor, teacher_output: torch.Tensor, inputs: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Make the projectors that are missing, from the features of one batch.
+
+        Args:
+            student_output, teacher_output: features as selected.
+            inputs: for blockwise, the student's own and the teacher's input of the block.
+
+        Raises:
+            AlignmentError: the features differ in more than a projector can bridge, or no projector may be made.
+        """
+        self.shapes = (tuple(teacher_output.shape[1:]), tuple(student_output.shape[1:]))
+        if inputs and self.input_projector is None:
+            student_input, teacher_input = inputs
+            self.input_projector = self._projector("input", teacher_input, student_input)
+        if self.output_projector is None:
+            self.output_projector = self._projector("output", student_output, teacher_output)
+
+    def _projector(self, which: str, given: torch.Tensor, wanted: torch.Tensor) -> nn.Module | None:
+        if given.shape == wanted.shape:
+            return None
+        sizes = f"student module {self.student_module_name!r}, teacher module {self.teacher_module_name!r}"
+        if not self.auto_projector:
+            raise AlignmentError(
+                f"{which}_projector",
+                None,
+                f"a projector from {tuple(given.shape)} to {tuple(wanted.shape)} for {sizes}, or auto_projector=True",
+            )
+        try:
+            projector = projector_between(tuple(wanted.shape), tuple(given.shape))
+        except ConfigError as error:
+            raise AlignmentError(f"{which}_projector", None, f"{error.expected} ({sizes})") from None
+        if projector is not None:
+            init_projector(projector, self.projector_init)
+            projector.to(given.device)
+        return projector
+
+    # ---- loss ----------------------------------------------------------------------------
+
+    def loss(
+        self, student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None, teacher_is_shared: bool = False
+    ) -> torch.Tensor:
+        """The loss over the positions that count, unweighted; 0 where none does.
+
+        Args:
+            student: features as selected; projected here.
+            teacher: features as selected.
+            mask: boolean, ``[batch, positions]`` or ``[batch]``; None: everything counts.
+            teacher_is_shared: ``teacher`` must not be written to; it is copied for a loss of the user's.
+
+        Raises:
+            AlignmentError: the features cannot be compared.
+        """
+        if self.output_projector is not None:
+            student = self.output_projector(student)
+        if student.shape != teacher.shape:
+            raise AlignmentError(
+                "alignment",
+                self.get_name(),
+                f"features of one shape; teacher module {self.teacher_module_name!r} gives {tuple(teacher.shape)}, "
+                f"student module {self.student_module_name!r} gives {tuple(student.shape)} (an output_projector, or "
+                "auto_projector=True, turns one size into another)",
+            )
+        teacher = teacher.to(student.device)
+        if self.auto_dtype_match:
+            teacher = teacher.to(student.dtype)
+        ours = type(self.loss_function).__module__.startswith("silverspoon_ray.losses")
+        if teacher_is_shared and not ours:
+            teacher = teacher.clone()
+        if "mask" in loss_keywords(self.loss_function):
+            return self.loss_function(student, teacher, mask=mask)
+        if mask is None:
+            return self.loss_function(student, teacher)
+        rows = student[mask]
+        if rows.shape[0] == 0:
+            return rows.sum()  # connected, exactly 0
+        return self.loss_function(rows, teacher[mask])
+
+
+def loss_from(loss_function: str | LossFunction | None, kwargs: Mapping[str, Any] | None = None) -> LossFunction:
+    """The loss that a name or callable stands for; None is ``"mse"``.
+
+    Raises:
+        ConfigError: an unknown name or keyword, or something that is no loss.
+    """
+    if loss_function is None or isinstance(loss_function, str):
+        return get_loss_function(loss_function or "mse", **dict(kwargs or {}))
+    if not callable(loss_function):
+        raise ConfigError("loss_function", loss_function, "the name of a loss, or a callable loss(student, teacher)")
+    if kwargs:
+        import functools
+
+        return functools.partial(loss_function, **kwargs)
+    return loss_function
+
+
+def _check_number(key: str, value: Any, expected: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
+        raise ConfigError(key, value, expected)
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {len(output)}"
+    if isinstance(output, Mapping):
+        return f"a mapping with {', '.join(map(str, output))}"
+    return type(output).__name__
