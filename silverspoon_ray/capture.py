@@ -148,18 +148,22 @@ class ModuleCaptureEngine:
 
     # ---- as modules fire -----------------------------------------------------------------
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
+    def begin(self) -> None:
+        """A forward of the model begins; called by a hook, or by who registers the engine within that forward."""
         self._depth += 1
         if self._depth == 1:
             self.clear_captured()
             self.events = 0
             self._awaited = {("input", i) for i in self.inputs_of} | {("output", i) for i in self.outputs_of}
 
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        self.begin()
+
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
 
     def _on_input(self, module_id: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._depth == 0 and module is not self.model:
+        if self._depth == 0:
             return
         if self.deepcopy_captured_args_and_kwargs:
             args, kwargs = _copied(args), _copied(kwargs)

@@ -27,6 +27,18 @@ LEAST = {
 }
 """Smallest values of transformers' own fields that mean anything."""
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
+SWITCHES = (
+    "magnitude_aware_weighting",
+    "auto_device_match",
+    "auto_dtype_match",
+    "count_flops",
+    "backward_per_block",
+    "clip_projectors",
+    "deepcopy_captured_args_and_kwargs",
+    "enable_profiling",
+    "profiling_with_stack",
+    "use_weightwatcher",
+)
 
 
 @dataclass
@@ -161,7 +173,7 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ConfigError(name, value, f"{low} or more")
 
     def _check_own_keywords(self) -> None:
-        for name in ("magnitude_aware_weighting", "auto_device_match", "auto_dtype_match", "count_flops"):
+        for name in SWITCHES:
             self._check_choice(name, (True, False))
         self._check_range("alpha", 0, 1, "a number between 0 (distillation only) and 1 (task loss only)")
         self._check_choice("teacher_logits", TEACHER_LOGITS)
@@ -185,9 +197,6 @@ class TrainingArguments(transformers.TrainingArguments):
         self._check_count("profiling_active", 1)
         self._check_placement()
         not_yet = {
-            "backward_per_block": False,
-            "clip_projectors": True,
-            "deepcopy_captured_args_and_kwargs": False,
             "use_weightwatcher": False,
             "teacher_logits": "full",
             "teacher_top_k": 64,

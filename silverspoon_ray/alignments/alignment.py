@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -99,7 +98,8 @@ class Alignment:
         self.loss_weight = loss_weight
         self.auto_device_match = auto_device_match
         self.auto_dtype_match = auto_dtype_match
-        self.student_model_ref: weakref.ref[nn.Module] | None = None
+        self.student_model: nn.Module | None = None
+        """The model that the student's block is a part of, where it is known."""
         self.shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """Shapes of the teacher's and the student's features for one sample, once they have been seen."""
 
@@ -112,6 +112,13 @@ class Alignment:
         """Those that there are, as ``input_projector`` and ``output_projector``."""
         both = {"input_projector": self.input_projector, "output_projector": self.output_projector}
         return {name: projector for name, projector in both.items() if projector is not None}
+
+    @property
+    def trained_modules(self) -> dict[str, nn.Module]:
+        """Projectors, and a loss that has weights of its own, as ``loss_function``: trained beside the student."""
+        loss: Any = self.loss_function
+        learns = isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None
+        return {**self.projectors, **({"loss_function": loss} if learns else {})}
 
     # ---- features ------------------------------------------------------------------------
 
@@ -140,24 +147,23 @@ class Alignment:
             ". create_alignments(..., output_selector_index=0) picks the first of several",
         )
 
-    def make_projectors(
-        self, student_output: torch.Tensor, teacher_output: torch.Tensor, inputs: tuple[torch.Tensor, ...] = ()
-    ) -> None:
-        """Make the projectors that are missing, from the features of one batch.
+    def make_output_projector(self, student: torch.Tensor, teacher: torch.Tensor) -> None:
+        """Make the output projector if it is missing and needed.
 
         Args:
-            student_output, teacher_output: features as selected.
-            inputs: for blockwise, the student's own and the teacher's input of the block.
+            student, teacher: features of one batch, as selected.
 
         Raises:
-            AlignmentError: the features differ in more than a projector can bridge, or no projector may be made.
+            AlignmentError: they differ in more than a projector can bridge, or none may be made.
         """
-        self.shapes = (tuple(teacher_output.shape[1:]), tuple(student_output.shape[1:]))
-        if inputs and self.input_projector is None:
-            student_input, teacher_input = inputs
-            self.input_projector = self._projector("input", teacher_input, student_input)
+        self.shapes = (tuple(teacher.shape[1:]), tuple(student.shape[1:]))
         if self.output_projector is None:
-            self.output_projector = self._projector("output", student_output, teacher_output)
+            self.output_projector = self._projector("output", student, teacher)
+
+    def make_input_projector(self, student: torch.Tensor, teacher: torch.Tensor) -> None:
+        """The same for the input projector; the tensors are what the blocks are called with."""
+        if self.input_projector is None:
+            self.input_projector = self._projector("input", teacher, student)
 
     def _projector(self, which: str, given: torch.Tensor, wanted: torch.Tensor) -> nn.Module | None:
         if given.shape == wanted.shape:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,6 @@ def create_alignments(
     teacher_names = dict(teacher_model.named_modules())
     student_names = dict(student_model.named_modules())
     selector = OutputSelector(output_selector_index if output_selector_index is not None else 0)
-    student_ref = weakref.ref(student_model)
     alignments = AlignmentList()
     for teacher_name, student_name in matched_names(list(teacher_names), list(student_names), modules):
         alignment = Alignment(
@@ -80,7 +78,7 @@ def create_alignments(
             loss_function_kwargs=loss_function_kwargs,
             max_grad_norm=max_grad_norm,
         )
-        alignment.student_model_ref = student_ref
+        alignment.student_model = student_model
         alignments.append(alignment)
     return alignments
 

@@ -59,6 +59,8 @@ class BaseDistiller(ExactEvaluation):
         ConfigError: something cannot work; before the first batch is read.
     """
 
+    backward_per_block_works = False
+
     def __init__(
         self,
         teacher_model: nn.Module | Teacher,
@@ -75,6 +77,8 @@ class BaseDistiller(ExactEvaluation):
             raise ConfigError(
                 "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
             )
+        if args.backward_per_block and not self.backward_per_block_works:
+            raise ConfigError("backward_per_block", True, f"False; {type(self).__name__} has one backward pass for all")
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
         if not self.label_names and args.label_names is None:
@@ -193,11 +197,7 @@ class BaseDistiller(ExactEvaluation):
                 used for batches that did not come through it.
         """
         inputs = dict(inputs)
-        ticket = inputs.pop(TICKET_KEY, None)
-        if ticket is None:
-            ticket = Ticket(share=1 / getattr(self, "current_gradient_accumulation_steps", 1))
-            if num_items_in_batch is not None:
-                ticket.items = {"soft": num_items_in_batch, "task": num_items_in_batch}
+        ticket = self.ticket_of(inputs, num_items_in_batch)
         outputs, terms = self._loss_terms(model, inputs, ticket, self.wants_task, return_outputs)
         self.data_position = ticket.random_state_after or self.data_position
         shares = {name: self._share(term, ticket) for name, term in terms.items()}
@@ -207,6 +207,15 @@ class BaseDistiller(ExactEvaluation):
         if self.args.magnitude_aware_weighting:
             self._reported_loss = combine(terms, shares, self.alpha, False).detach()
         return (loss, outputs) if return_outputs else loss
+
+    def ticket_of(self, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None) -> Ticket:
+        """The batch's ticket, taken out of it; a new one for a batch that did not come through the lookahead."""
+        ticket: Ticket | None = inputs.pop(TICKET_KEY, None)
+        if ticket is None:
+            ticket = Ticket(share=1 / getattr(self, "current_gradient_accumulation_steps", 1))
+            if num_items_in_batch is not None:
+                ticket.items = {"soft": num_items_in_batch, "task": num_items_in_batch}
+        return ticket
 
     def _share(self, term: LossTerm, ticket: Ticket) -> torch.Tensor | float:
         """This micro-batch's part of a component of the whole step."""
@@ -219,21 +228,28 @@ class BaseDistiller(ExactEvaluation):
         self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, with_outputs: bool = True
     ) -> tuple[Any, dict[str, LossTerm]]:
         """See :meth:`student_terms`; afterwards the answer's memory is free."""
-        inputs = dict(self.position_rule.without_padding(inputs))
-        if ticket.window is None:
-            ticket.window = Window(self.stream, 0, self.teacher_traffic)
-            ticket.teacher_batch = self._teacher_batch(inputs)
-        outputs, terms = self.student_terms(model, inputs, ticket, with_task, with_outputs)
+        outputs, terms = self.student_terms(model, self.prepared(inputs, ticket), ticket, with_task, with_outputs)
         ticket.release()
         if ticket.repeated:
             terms = {name: replace(term, count=0) for name, term in terms.items()}
         return outputs, terms
 
+    def prepared(self, inputs: dict[str, Any], ticket: Ticket) -> dict[str, Any]:
+        """The batch without labels on padding, and a ticket that can be submitted."""
+        inputs = dict(self.position_rule.without_padding(inputs))
+        if ticket.window is None:
+            ticket.window = Window(self.stream, 0, self.teacher_traffic)
+            ticket.teacher_batch = self._teacher_batch(inputs)
+        return inputs
+
     def _answer(self, ticket: Ticket) -> TeacherOutput:
         """Wait for the teacher: its answer on the student's device, for this rank's own samples."""
         answer = ticket.answer()
         answer = answer.map(ticket.cut) if ticket.cut is not None else answer
-        return answer.to(self.args.device)
+        answer = answer.to(self.args.device)
+        if not self.teacher.dedicated:
+            ticket.release()  # then a tensor goes when the student is done with it, not with the whole answer
+        return answer
 
     def _student_forward(
         self, model: nn.Module, inputs: dict[str, Any], with_task: bool
@@ -353,7 +369,8 @@ class BaseDistiller(ExactEvaluation):
         if "loss" in logs:
             seconds, steps = self.clock.take()
             self.training_meter.steps = steps
-            for name, mean in self.training_meter.take(self.accelerator.gather).items():
+            means = self.training_meter.take(self.accelerator.gather)
+            for name, mean in {**means, **self.summaries(means)}.items():
                 logs[f"loss/{name}"] = mean
             if self._flops_per_step is not None:
                 logs["flops/step"] = float(self._flops_per_step)

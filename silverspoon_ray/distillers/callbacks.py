@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,6 +79,22 @@ class ProfilerCallback(TrainerCallback):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+
+class AlignmentClipping(TrainerCallback):
+    """Clips per alignment in a run where Trainer itself clips nothing, and so never asks the distiller to.
+
+    Args:
+        clip: clips the gradients as they are now.
+    """
+
+    def __init__(self, clip: Callable[[], Any]) -> None:
+        self.clip = clip
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.clip()
 
 
 class SilentProgressCallback(ProgressCallback):

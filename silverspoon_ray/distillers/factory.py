@@ -6,14 +6,19 @@ import difflib
 from typing import Any
 
 from silverspoon_ray.distillers.base import BaseDistiller
+from silverspoon_ray.distillers.blockwise import BlockwiseDistiller
+from silverspoon_ray.distillers.holistic import HolisticDistiller
 from silverspoon_ray.distillers.response_based import ResponseBasedDistiller
-from silverspoon_ray.errors import ConfigError, NotYetError
+from silverspoon_ray.errors import ConfigError
 
 DISTILLERS: dict[str, type[BaseDistiller]] = {
     "response_based": ResponseBasedDistiller,
     "reskd": ResponseBasedDistiller,
+    "holistic": HolisticDistiller,
+    "hkd": HolisticDistiller,
+    "blockwise": BlockwiseDistiller,
+    "bkd": BlockwiseDistiller,
 }
-NOT_YET = ("holistic", "hkd", "blockwise", "bkd")
 
 
 def distiller_class(distiller: str | type[BaseDistiller]) -> type[BaseDistiller]:
@@ -21,21 +26,19 @@ def distiller_class(distiller: str | type[BaseDistiller]) -> type[BaseDistiller]
 
     Raises:
         ConfigError: an unknown name, or a class that is no distiller.
-        NotYetError: a distiller that is part of the contract but not built yet.
     """
     if isinstance(distiller, type) and issubclass(distiller, BaseDistiller):
         return distiller
-    if distiller in NOT_YET:
-        raise NotYetError("distiller", distiller, 'not built yet, use "response_based"')
     if not isinstance(distiller, str) or distiller not in DISTILLERS:
-        near = difflib.get_close_matches(str(distiller), [*DISTILLERS, *NOT_YET], n=2)
+        near = difflib.get_close_matches(str(distiller), DISTILLERS, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ConfigError("distiller", distiller, f"{hint}one of {', '.join(DISTILLERS)}, or a BaseDistiller subclass")
     return DISTILLERS[distiller]
 
 
 def Distiller(distiller_type: str, **kwargs: Any) -> BaseDistiller:  # noqa: N802  (the reference's name)
-    """Build the distiller of that name: ``"response_based"`` or ``"reskd"``.
+    """Build the distiller of that name: ``"response_based"``, ``"holistic"``, ``"blockwise"``, or the
+    short ``"reskd"``, ``"hkd"``, ``"bkd"``.
 
     Args:
         distiller_type: the name.
