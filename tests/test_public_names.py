@@ -12,9 +12,17 @@ import silverspoon_ray
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
+    "Alignment",
     "BaseDistiller",
+    "BlockwiseDistiller",
+    "ContrastiveDistillationLoss",
     "DistillationTrainer",
     "Distiller",
+    "GenericConv2dProjector",
+    "GenericLinearProjector",
+    "HolisticDistiller",
+    "ModuleCaptureEngine",
+    "OutputSelector",
     "RandomInit",
     "ResponseBasedDistiller",
     "SilentProgressCallback",
@@ -22,9 +30,18 @@ NAMES = {
     "TeacherHandle",
     "TeacherPlacement",
     "TrainingArguments",
+    "create_alignments",
+    "freeze_parameters",
+    "fuse_projectors_into_module",
     "get_loss_function",
     "jsd_loss",
     "kl_divergence_loss",
+    "load_student_weights_from_checkpoint",
+    "load_student_with_projectors_from_checkpoint",
+    "partial_summarize_layer_names",
+    "prune_model",
+    "reconfig_model",
+    "summarize_layer_names",
 }
 
 

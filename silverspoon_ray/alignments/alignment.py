@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -244,7 +243,7 @@ def loss_from(loss_function: str | LossFunction | None, kwargs: Mapping[str, Any
 
 
 def _check_number(key: str, value: Any, expected: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise ConfigError(key, value, expected)
 
 

@@ -120,7 +120,7 @@ def _pairs_of(pattern: str, target: str, teacher: Sequence[str], student: Sequen
     by_target: dict[str, list[str]] = {}
     for match in _matches(pattern, teacher, "teacher"):
         by_target.setdefault(_expanded(match, target), []).append(match.group(0))
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for expanded, names in by_target.items():
         found = [match.group(0) for match in _matches(expanded, student, "student")]
         if len(found) == 1:

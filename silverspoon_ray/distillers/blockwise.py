@@ -12,6 +12,7 @@ from torch import nn
 from silverspoon_ray.alignments.alignment import Alignment
 from silverspoon_ray.distillers.base import PrepareInputs
 from silverspoon_ray.distillers.features import FeatureDistiller
+from silverspoon_ray.distillers.loading_students import run_block
 from silverspoon_ray.distillers.students import StudentModels, save_named_students, the_student
 from silverspoon_ray.distillers.terms import LossTerm, weighted
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk, overridden_forward
@@ -50,6 +51,7 @@ class BlockwiseDistiller(FeatureDistiller):
         kwargs: further keywords of ``transformers.Trainer``.
     """
 
+    kind = "blockwise"
     groups_by_alignment = True
     backward_per_block_works = True
 
@@ -129,7 +131,7 @@ class BlockwiseDistiller(FeatureDistiller):
                 if alignment.input_projector is not None:
                     alignment.input_projector.to(self.args.device)
             with evaluating(alignment.student_block):
-                output = _run_block(alignment, call, given)
+                output = run_block(alignment.student_block, call, given, alignment.input_projector)
             teacher = alignment.teacher_features(answer.outputs[alignment.teacher_module_name])
             alignment.make_output_projector(alignment.student_features(output), teacher)
 
@@ -161,7 +163,9 @@ class BlockwiseDistiller(FeatureDistiller):
         last = {alignment.teacher_module_name: number for number, alignment in enumerate(self.alignments)}
         for number, alignment in enumerate(self.alignments):
             name = alignment.teacher_module_name
-            output = _run_block(alignment, calls[alignment.student_block], answer.inputs[name])
+            output = run_block(
+                alignment.student_block, calls[alignment.student_block], answer.inputs[name], alignment.input_projector
+            )
             teacher = alignment.teacher_features(answer.outputs[name])
             student = alignment.student_features(output)
             del output
@@ -237,19 +241,3 @@ class BlockwiseDistiller(FeatureDistiller):
         super()._save(output_dir, state_dict)
         if self.args.should_save and self.student_models:
             save_named_students(output_dir or self.args.output_dir, self.student_models, self.student_model)
-
-
-def _run_block(alignment: Alignment, call: BlockCall, teacher_input: Any) -> Any:
-    """Call a student block on the teacher's hidden states; a block that takes none is called as the student would."""
-    hidden = call.hidden
-    if hidden is not None and isinstance(teacher_input, torch.Tensor) and teacher_input.is_floating_point():
-        given = teacher_input.to(hidden.device, hidden.dtype)
-        projector = alignment.input_projector
-        if projector is None:
-            call = call.with_hidden(given)
-        elif getattr(projector, "mode", "output") == "input":
-            args, kwargs = projector(*call.with_hidden(given).args, **call.with_hidden(given).kwargs)
-            call = BlockCall(args, kwargs, call.place)
-        else:
-            call = call.with_hidden(projector(given))
-    return alignment.student_block(*call.args, **call.kwargs)

@@ -43,6 +43,10 @@ class FeatureDistiller(BaseDistiller):
         AlignmentError: the alignments do not fit the models, or a projector cannot be made.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+    kind = ""
+    """``"holistic"`` or ``"blockwise"``, as checkpoints name it."""
     groups_by_alignment = False
     """Optimizer groups are made per alignment, and gradients clipped per alignment."""
 
@@ -178,23 +182,26 @@ class FeatureDistiller(BaseDistiller):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Trainer's optimizer, with groups per alignment where the distiller wants them, and the alignments' own."""
-        if self.optimizer is None:
+        before: torch.optim.Optimizer | None = self.optimizer
+        if before is None:
             made = super().create_optimizer(model)
             if self.groups_by_alignment:
                 by_alignment(made, self.alignments)
             self._main_optimizer = made
             self.optimizer = with_own_optimizers(made, self.alignments)
-        return self.optimizer
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Trainer's scheduler, for what the alignments have no optimizer of their own for, beside theirs."""
         own = [a.scheduler for a in self.alignments if a.scheduler is not None]
-        if not any(a.optimizer is not None for a in self.alignments) or self.lr_scheduler is not None:
+        given: Any = self.lr_scheduler
+        if given is not None or all(a.optimizer is None for a in self.alignments):
             return super().create_scheduler(num_training_steps, optimizer)
         if self._main_optimizer.param_groups:
             own.insert(0, super().create_scheduler(num_training_steps, self._main_optimizer))
         if not own:
-            own = [torch.optim.lr_scheduler.LambdaLR(self.alignments[0].optimizer, lambda _: 1.0)]  # type: ignore[arg-type]
+            own = [torch.optim.lr_scheduler.LambdaLR(self.alignments[0].optimizer, lambda _: 1.0)]
         self.lr_scheduler = SchedulerSet(own)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -240,7 +247,7 @@ class FeatureDistiller(BaseDistiller):
         if self.args.should_save:
             directory = Path(output_dir if output_dir is not None else self.args.output_dir)
             state = getattr(self, "_projector_state", None) or projector_state(self.student_model)
-            save_projectors(directory, self.alignments, state)
+            save_projectors(directory, self.alignments, state, distiller=self.kind)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

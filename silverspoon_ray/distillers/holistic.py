@@ -50,6 +50,8 @@ class HolisticDistiller(FeatureDistiller):
         kwargs: further keywords of ``transformers.Trainer``.
     """
 
+    kind = "holistic"
+
     def __init__(
         self,
         student_model: nn.Module,

@@ -63,7 +63,7 @@ class SchedulerSet(LRScheduler):
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[float | torch.Tensor]:
         return [rate for scheduler in self.schedulers for rate in scheduler.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:

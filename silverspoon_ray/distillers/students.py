@@ -62,8 +62,7 @@ def the_student(
             )
         if len(known) == 1:
             return next(iter(known.values()))
-        models = {a.student_model_name or f"student_{n}": a.student_model for n, a in enumerate(alignments)}
-        models = {name: m for name, m in models.items() if m is not None}
+        models = {a.student_model_name: a.student_model for a in alignments if a.student_model is not None}
         distinct = {id(model) for model in models.values()}
         if distinct != set(known):
             raise ConfigError("student_models", None, "{name: model}, because the students' names are not distinct")

@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 
 import torch
 
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses.chunks import RowKernel, chunked_loss
 from silverspoon_ray.losses.kernels import LOG_ZERO, jsd_rows, kl_rows, reverse_kl_rows
+from silverspoon_ray.losses.rows import arithmetic_dtype, check_positive, check_tensors, denominator, is_real
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class KLDivergenceLoss:
     reverse: bool = False
 
     def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
+        check_positive("temperature", self.temperature)
         _check_chunk_size(self.chunk_size)
 
     def __call__(
@@ -89,8 +89,8 @@ class JSDLoss:
     chunk_size: int = 0
 
     def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
-        if not _is_real(self.beta) or not 0.0 < self.beta < 1.0:
+        check_positive("temperature", self.temperature)
+        if not is_real(self.beta) or not 0.0 < self.beta < 1.0:
             raise ConfigError(
                 "beta", self.beta, "must lie between 0 and 1, both excluded; the limits are kl_divergence_loss's"
             )
@@ -133,25 +133,25 @@ def _divergence(
     chunk_size: int,
 ) -> torch.Tensor:
     _check_logits(student, teacher, mask)
-    denominator = _denominator(student, mask, num_items)
+    dtype = arithmetic_dtype(student)
+    items = denominator(student.shape[:-1].numel(), mask, num_items, dtype=dtype, device=student.device)
     if not (torch.is_grad_enabled() and teacher.requires_grad):
         return chunked_loss(
             student,
             teacher,
             kernel,
             mask=mask,
-            num_items=denominator,
+            num_items=items,
             temperature=temperature,
             chunk_size=chunk_size,
         )
     # The kernels know the student's gradient only. A teacher that learns too is rare: autograd's memory is affordable.
-    dtype = torch.promote_types(torch.float32, student.dtype)
     student_log, teacher_log = (_log_softmax(logits, mask, dtype, temperature) for logits in (student, teacher))
     values = formula(student_log, teacher_log)
     values = values - values.detach().clamp(max=0.0)  # not negative, as in `chunked_loss`; the gradient stays
     if mask is not None:
         values = values.masked_fill(~mask, 0.0)
-    return values.sum() * temperature**2 / denominator
+    return values.sum() * temperature**2 / items
 
 
 # --- The kernels' formulas for autograd: log-probabilities [..., V] of student and teacher to values [...].
@@ -180,56 +180,18 @@ def _log_softmax(
     return logits.log_softmax(-1).clamp(min=LOG_ZERO)
 
 
-# --- Checks. None of them looks at the values on the device.
-
-
-def _denominator(
-    student: torch.Tensor, mask: torch.Tensor | None, num_items: int | float | torch.Tensor | None
-) -> float | torch.Tensor:
-    dtype = torch.promote_types(torch.float32, student.dtype)
-    if num_items is None:
-        return float(max(student.shape[:-1].numel(), 1)) if mask is None else mask.sum().clamp(min=1).to(dtype)
-    if isinstance(num_items, torch.Tensor):
-        if num_items.ndim:
-            raise ConfigError("num_items", tuple(num_items.shape), "a tensor must be 0-d, this is its shape")
-        items = num_items.detach().to(student.device, dtype, non_blocking=True)
-        return items + (items == 0)  # 0 items: nothing counts, and 0 / 1 is the answer
-    if not _is_real(num_items) or not 0.0 <= num_items < math.inf:
-        raise ConfigError("num_items", num_items, "must be a finite number >= 0, a 0-d tensor or None")
-    return float(num_items) or 1.0
-
-
 def _check_logits(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None) -> None:
     if student.shape != teacher.shape:
         raise ConfigError("teacher", tuple(teacher.shape), f"must have the student's shape {tuple(student.shape)}")
     if student.ndim == 0 or student.shape[-1] == 0:
         raise ConfigError("student", tuple(student.shape), "logits need a last dimension of at least one class")
-    for key, logits in (("student", student), ("teacher", teacher)):
-        if not logits.is_floating_point():
-            raise ConfigError(key, logits.dtype, "logits must be of a floating dtype")
-    if teacher.device != student.device:
-        raise ConfigError("teacher", teacher.device, f"must be on the student's device {student.device}")
-    if mask is None:
-        return
-    if mask.shape != student.shape[:-1]:
+    check_tensors(student, teacher, mask)
+    if mask is not None and mask.shape != student.shape[:-1]:
         raise ConfigError(
             "mask",
             tuple(mask.shape),
             f"must be {tuple(student.shape[:-1])}, the student's shape {tuple(student.shape)} without the classes",
         )
-    if mask.dtype != torch.bool:
-        raise ConfigError("mask", mask.dtype, "must be torch.bool")
-    if mask.device != student.device:
-        raise ConfigError("mask", mask.device, f"must be on the student's device {student.device}")
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_temperature(temperature: float) -> None:
-    if not _is_real(temperature) or not (math.isfinite(temperature) and temperature > 0.0):
-        raise ConfigError("temperature", temperature, "must be a finite number > 0")
 
 
 def _check_chunk_size(chunk_size: int) -> None:

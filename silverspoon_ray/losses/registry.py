@@ -10,7 +10,18 @@ from typing import Any
 import torch
 
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.losses.contrastive import contrastive_loss
 from silverspoon_ray.losses.divergence import KLDivergenceLoss, jsd_loss, kl_divergence_loss
+from silverspoon_ray.losses.feature import (
+    angular_magnitude_loss,
+    cosine_loss,
+    mse_loss,
+    normalized_mse_loss,
+    smooth_l1_loss,
+)
+from silverspoon_ray.losses.logit_lens import logit_lens_kl_loss
+from silverspoon_ray.losses.mahalanobis import mahalanobis_cosine_loss, mahalanobis_mse_loss
+from silverspoon_ray.losses.relational import relkd_angle_loss, relkd_da_loss, relkd_distance_loss
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -25,6 +36,21 @@ LOSS_FACTORIES: dict[str, Callable[..., LossFunction]] = {
     "kl_div": kl_divergence_loss,
     "reverse_kl": _reverse_kl,
     "jsd": jsd_loss,
+    "mse": mse_loss,
+    "normalized_mse": normalized_mse_loss,
+    "smooth_l1": smooth_l1_loss,
+    "cosine": cosine_loss,
+    "angular_magnitude": angular_magnitude_loss,
+    "mahalanobis_mse": mahalanobis_mse_loss,
+    "mahal_mse": mahalanobis_mse_loss,
+    "mahalanobis_cosine": mahalanobis_cosine_loss,
+    "mahal_cosine": mahalanobis_cosine_loss,
+    "logit_lens_kl": logit_lens_kl_loss,
+    "contrastive": contrastive_loss,
+    "relkd_distance": relkd_distance_loss,
+    "relkd_angle": relkd_angle_loss,
+    "relkd_distance_angle": relkd_da_loss,
+    "relkd_da": relkd_da_loss,
 }
 
 
@@ -36,7 +62,8 @@ def get_loss_function(loss_type: str, **kwargs: Any) -> LossFunction:
         kwargs: the keywords of that loss, e.g. ``temperature=2.0``.
 
     Returns:
-        ``loss(student, teacher)``, a 0-d tensor; built-in losses also take ``mask=`` and ``num_items=``.
+        ``loss(student, teacher)``, a 0-d tensor unless ``reduction="none"`` is asked for; built-in losses also take
+        ``mask=`` and ``num_items=``.
 
     Raises:
         ConfigError: there is no such loss, the loss has no such keyword, or a value is out of its range.
@@ -78,6 +105,6 @@ def accepts_mask(loss: LossFunction) -> bool:
 
 def _nearest(name: object, known: Iterable[str], heading: str) -> str:
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=2)
+    near = get_close_matches(name, names, n=2) if isinstance(name, str) else []
     hint = f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ";"
     return f"{hint} {heading}: {', '.join(names)}"

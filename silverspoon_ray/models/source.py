@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.models.structure import structure_of
 
 ModelSource = str | os.PathLike[str] | Callable[[], nn.Module] | nn.Module
 """A model directory or hub id, a callable without arguments that returns a module, or the module itself."""
@@ -108,6 +109,21 @@ def known_config(source: Any) -> Any:
     except (OSError, ValueError):
         return None  # the one who loads it will say what is wrong with it
     return getattr(source, "config", None)
+
+
+def known_structure(source: Any) -> nn.Module | None:
+    """The model on the meta device, of a source that shows it without being loaded; None of any other."""
+    if isinstance(source, nn.Module):
+        return structure_of(source)
+    config = known_config(source)
+    if config is None:
+        return None
+    try:
+        with torch.device("meta"):
+            model: nn.Module = architecture_class(config, str(source))._from_config(config)
+    except Exception:  # whatever this architecture's own checks raise; the one who loads it will say it better
+        return None
+    return model
 
 
 def build_model(source: ModelSource, key: str = "model", **load_kwargs: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray.data
@@ -18,13 +18,15 @@ class RayDataRows(IterableDataset[dict[str, Any]]):
 
     Args:
         name: the dataset's name in the run.
+        example: a row of it, for who must see one before training.
     """
 
     divided_by_rank = True
     """Ranks see different rows already: see ``BaseDistiller.get_train_dataloader``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, example: Mapping[str, Any] | None = None) -> None:
         self.name = name
+        self.example = example
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from ray.train.get_dataset_shard(self.name).iter_rows()
@@ -36,10 +38,11 @@ class CountedRayDataRows(RayDataRows):
     Args:
         name: the dataset's name in the run.
         rows: rows that this worker gets in an epoch.
+        example: see :class:`RayDataRows`.
     """
 
-    def __init__(self, name: str, rows: int) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, rows: int, example: Mapping[str, Any] | None = None) -> None:
+        super().__init__(name, example)
         self.rows = rows
 
     def __len__(self) -> int:
@@ -87,4 +90,6 @@ def unpack_dataset(plan: WorkerPlan, name: str, world_size: int) -> Any:
         # Whole, and with an index: only then can ranks divide an uneven set so that every sample counts exactly once.
         return list(ray.train.get_dataset_shard(name).iter_rows())
     rows = plan.ray_data_rows.get(name)
-    return RayDataRows(name) if rows is None else CountedRayDataRows(name, rows // world_size)
+    if rows is None:
+        return RayDataRows(name, plan.example)
+    return CountedRayDataRows(name, rows // world_size, plan.example)

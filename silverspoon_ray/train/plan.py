@@ -40,6 +40,8 @@ class WorkerPlan:
             ``ray.data`` shard.
         ray_data_rows: by name, rows in the whole ``ray.data`` dataset where they had to be counted.
         distiller_kwargs: further keywords of the distiller.
+        alignments: keywords of ``create_alignments`` or a callable, for distillers that compare features.
+        example: a row of a ``ray.data`` training set, where shapes have to be seen before training.
         resume_from_checkpoint: a Hugging Face checkpoint directory to go on from, if the run has none of its own yet.
         progress_bar: the driver has a terminal to show one; else progress comes as lines.
         run_key: names the scratch directory of this ``fit()``.
@@ -52,6 +54,8 @@ class WorkerPlan:
     datasets: Mapping[str, Any]
     ray_data_rows: Mapping[str, int] = field(default_factory=dict)
     distiller_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    alignments: Any = None
+    example: Mapping[str, Any] | None = None
     resume_from_checkpoint: str | None = None
     progress_bar: bool = False
     run_key: str = ""

@@ -25,10 +25,11 @@ from silverspoon_ray.cluster.resources import check_room, cluster_device_type, r
 from silverspoon_ray.distillers import BaseDistiller, ResponseBasedDistiller, distiller_class
 from silverspoon_ray.distillers.response_based import soft_loss_from
 from silverspoon_ray.distillers.vocabulary import check_vocabularies, speaks_tokens
-from silverspoon_ray.errors import ConfigError, NotYetError, SilverspoonError
-from silverspoon_ray.models.source import ModelSource, check_source, known_config, located
+from silverspoon_ray.errors import ConfigError, SilverspoonError
+from silverspoon_ray.models.source import ModelSource, check_source, known_config, known_structure, located
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import Teacher
+from silverspoon_ray.train.alignments import check_alignments
 from silverspoon_ray.train.data import check_dataset, is_ray_dataset, ship_dataset
 from silverspoon_ray.train.plan import WorkerPlan, ship_model
 from silverspoon_ray.train.report import CHECKPOINT_SUBDIRECTORY
@@ -50,7 +51,8 @@ class DistillationTrainer(TorchTrainer):
     group on devices of its own, which ``fit()`` starts and ends; without it every worker holds a copy.
 
     Args:
-        distiller: ``"response_based"`` (or ``"reskd"``), or a ``BaseDistiller`` subclass.
+        distiller: ``"response_based"``, ``"holistic"``, ``"blockwise"`` (``"reskd"``, ``"hkd"``, ``"bkd"``), or a
+            ``BaseDistiller`` subclass.
         teacher: a model directory or hub id, a callable without arguments, a module, or the handle of a
             ``TeacherGroup`` that is running already.
         student: a model directory or hub id, a callable without arguments, or a module.
@@ -59,7 +61,9 @@ class DistillationTrainer(TorchTrainer):
         train_dataset, eval_dataset: a torch or Hugging Face dataset, a ``ray.data.Dataset``, or a callable without
             arguments that makes one in the worker. Of a ``ray.data`` training set every worker gets a part; an
             evaluation set is read by all workers and divided between them by the Trainer.
-        alignments: for the distillers that compare features; not built yet.
+        alignments: for ``"holistic"`` and ``"blockwise"``: a dict of ``create_alignments`` keywords (``modules``,
+            ``loss_function``, ...), or a callable ``make(teacher_structure, student)`` that returns the alignments. They
+            are made in the workers; of a dedicated teacher only the structure is known there.
         distiller_kwargs: the distiller's further keywords (``soft_loss_fn``, ``soft_loss_fn_kwargs``, ...).
         data_collator, processing_class, compute_metrics, callbacks: as for ``transformers.Trainer``; they travel to
             the workers.
@@ -97,8 +101,6 @@ class DistillationTrainer(TorchTrainer):
         resume_from_checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     ) -> None:
         self.distiller = distiller_class(distiller)
-        if alignments is not None:
-            raise NotYetError("alignments", type(alignments).__name__, "not built yet, leave it at None")
         self.arguments, checked = arguments_on_driver(args)
         self.placement: TeacherPlacement | None = (
             checked.teacher_placement if isinstance(checked.teacher_placement, TeacherPlacement) else None
@@ -112,6 +114,12 @@ class DistillationTrainer(TorchTrainer):
         check_dataset("eval", eval_dataset)
         if eval_dataset is None and str(checked.eval_strategy.value) != "no":
             raise ConfigError("args.eval_strategy", checked.eval_strategy.value, "'no', or pass an eval_dataset")
+        structures: tuple[Any, Any] = (None, None)
+        if isinstance(alignments, Mapping):
+            given = teacher.structure if isinstance(teacher, Teacher) else known_structure(teacher)
+            structures = (given, known_structure(student))
+        check_alignments(self.distiller, alignments, *structures)
+        self.alignments = alignments
         self.teacher = located(teacher)
         self.student = located(student)
         self.distiller_kwargs = dict(distiller_kwargs or {})
@@ -212,10 +220,19 @@ class DistillationTrainer(TorchTrainer):
             datasets={name: ship_dataset(given) for name, given in self._given_datasets.items()},
             ray_data_rows=rows,
             distiller_kwargs=self.distiller_kwargs,
+            alignments=self.alignments,
+            example=self._example(),
             resume_from_checkpoint=self.resume_from_checkpoint,
             progress_bar=sys.stderr.isatty(),
             run_key=f"{self.run_config.name}-{uuid.uuid4().hex[:8]}",
         )
+
+    def _example(self) -> dict[str, Any] | None:
+        """A training row, if the workers will have to see shapes and cannot look into a stream without using it up."""
+        if self.alignments is None or "train" not in self.datasets:
+            return None
+        rows: list[dict[str, Any]] = self.datasets["train"].take(1)
+        return rows[0] if rows else None
 
     def _arguments_of_workers(self) -> dict[str, Any]:
         """Workers write checkpoints to scratch space; traces are to be found where the user expects them."""

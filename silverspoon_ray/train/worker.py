@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from silverspoon_ray.teacher.protocol import Teacher
+from silverspoon_ray.train.alignments import make_alignments
 from silverspoon_ray.train.data import unpack_dataset
 from silverspoon_ray.train.plan import WorkerPlan, unpack_model
 from silverspoon_ray.train.report import (
@@ -54,6 +55,9 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     student = unpack_model(plan.student, "student")
     teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
     kwargs = dict(plan.distiller_kwargs)
+    if plan.alignments is not None:
+        structure = teacher if isinstance(teacher, torch.nn.Module) else teacher.structure
+        kwargs["alignments"] = make_alignments(plan.alignments, structure, student)
     progress = RayProgressCallback() if plan.progress_bar else ProgressLinesCallback()
     reporting = RayReportCallback()
     callbacks = [*(kwargs.pop("callbacks", None) or []), reporting, progress]

@@ -9,7 +9,21 @@ import pytest
 import torch
 
 from silverspoon_ray.errors import ConfigError
-from silverspoon_ray.losses import accepts_mask, get_loss_function, jsd_loss, kl_divergence_loss, loss_keywords
+from silverspoon_ray.losses import (
+    accepts_mask,
+    angular_magnitude_loss,
+    cosine_loss,
+    get_loss_function,
+    jsd_loss,
+    kl_divergence_loss,
+    loss_keywords,
+    mse_loss,
+    normalized_mse_loss,
+    relkd_angle_loss,
+    relkd_da_loss,
+    relkd_distance_loss,
+    smooth_l1_loss,
+)
 
 BOTH = {"mask", "num_items"}
 
@@ -22,6 +36,15 @@ BOTH = {"mask", "num_items"}
         ("kl_div", {"reverse": True}, kl_divergence_loss(reverse=True)),
         ("reverse_kl", {"temperature": 2.0}, kl_divergence_loss(temperature=2.0, reverse=True)),
         ("jsd", {"beta": 0.2}, jsd_loss(beta=0.2)),
+        ("mse", {"reduction": "sum"}, mse_loss(reduction="sum")),
+        ("normalized_mse", {"eps": 0.1}, normalized_mse_loss(eps=0.1)),
+        ("smooth_l1", {"beta": 0.1}, smooth_l1_loss(beta=0.1)),
+        ("cosine", {"dim": 1}, cosine_loss(dim=1)),
+        ("angular_magnitude", {"alpha": 0.1}, angular_magnitude_loss(alpha=0.1)),
+        ("relkd_distance", {}, relkd_distance_loss()),
+        ("relkd_angle", {}, relkd_angle_loss()),
+        ("relkd_distance_angle", {"dist_weight": 0.1}, relkd_da_loss(dist_weight=0.1)),
+        ("relkd_da", {"angle_weight": 0.1}, relkd_da_loss(angle_weight=0.1)),
     ],
 )
 def test_names(name: str, kwargs: dict[str, Any], expected: object) -> None:
@@ -50,7 +73,7 @@ def test_unknown_name(name: Any, hints: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         get_loss_function(name)
     assert caught.value.key == "loss_type"
-    for hint in [*hints, repr(name), "jsd, kl_div, kl_divergence, reverse_kl"]:
+    for hint in [*hints, repr(name), "kl_div, kl_divergence, logit_lens_kl", "mse", "reverse_kl, smooth_l1"]:
         assert hint in str(caught.value)
 
 
@@ -60,6 +83,10 @@ def test_unknown_name(name: Any, hints: list[str]) -> None:
         ("jsd", "temprature", ["did you mean 'temperature'", "beta, chunk_size, temperature"]),
         ("kl_div", "beta", ["kl_div", "chunk_size, reverse, temperature"]),
         ("reverse_kl", "reverse", ["reverse_kl", "chunk_size, temperature"]),
+        ("mse", "temperature", ["no keyword of mse", "reduction"]),
+        ("mahal_cosine", "weights", ["did you mean 'weight_matrix'", "eps, metric_matrix, pre_norm, weight_matrix"]),
+        ("contrastive", "dim", ["student_dim, teacher_dim, temperature"]),
+        ("relkd_angle", "angle_weight", ["no keyword of relkd_angle"]),
     ],
 )
 def test_unknown_keyword(name: str, key: str, hints: list[str]) -> None:

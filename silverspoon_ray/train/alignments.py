@@ -1,0 +1,66 @@
+"""Alignments of a run: they travel as a description and are made in the worker, where the student is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from silverspoon_ray.alignments import Alignment, create_alignments
+from silverspoon_ray.alignments.alignment import loss_from
+from silverspoon_ray.distillers import BaseDistiller, FeatureDistiller
+from silverspoon_ray.errors import ConfigError
+
+AlignmentSource = Mapping[str, Any] | Callable[[nn.Module, nn.Module], list[Alignment]]
+"""Keywords of ``create_alignments``, or ``make(teacher_structure, student)``, which returns the alignments."""
+
+MODELS = ("teacher_model", "student_model")
+
+
+def check_alignments(
+    distiller: type[BaseDistiller], given: Any, teacher: nn.Module | None, student: nn.Module | None
+) -> None:
+    """Refuse alignments that cannot be made, before any device is taken.
+
+    Args:
+        distiller: the distiller's class.
+        given: what the user passed.
+        teacher, student: the models' structures, where they are known already.
+
+    Raises:
+        ConfigError: a distiller that needs none or has none, an unknown keyword, loss or value.
+        AlignmentError: patterns that match nothing.
+    """
+    if not issubclass(distiller, FeatureDistiller):
+        if given is not None:
+            raise ConfigError("alignments", type(given).__name__, f"None; {distiller.__name__} compares no modules")
+        return
+    if given is None:
+        raise ConfigError(
+            "alignments", None, "keywords of create_alignments, e.g. {'modules': ...}, or make(teacher, student)"
+        )
+    if callable(given) and not isinstance(given, Mapping):
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError("alignments", type(given).__name__, "a dict of create_alignments keywords, or a callable")
+    known = [name for name in inspect.signature(create_alignments).parameters if name not in MODELS]
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"alignments.{name}", value, f"no keyword of create_alignments; {', '.join(known)}")
+    if "modules" not in given:
+        raise ConfigError("alignments.modules", None, "required: patterns of module names")
+    loss_from(given.get("loss_function"), given.get("loss_function_kwargs"))
+    if teacher is not None and student is not None:
+        create_alignments(teacher, student, **given)
+
+
+def make_alignments(given: AlignmentSource, teacher: nn.Module, student: nn.Module) -> list[Alignment]:
+    """The alignments between a teacher (or its structure) and the student of this worker."""
+    if isinstance(given, Mapping):
+        return create_alignments(teacher, student, **given)
+    made = given(teacher, student)
+    if not isinstance(made, list) or not all(isinstance(alignment, Alignment) for alignment in made):
+        raise ConfigError("alignments", given, "a callable that returns a list of Alignment objects")
+    return made
