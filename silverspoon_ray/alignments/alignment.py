@@ -215,6 +215,22 @@ class Alignment:
         ours = type(self.loss_function).__module__.startswith("silverspoon_ray.losses")
         if teacher_is_shared and not ours:
             teacher = teacher.clone()
+        value = self._called(student, teacher, mask)
+        if not isinstance(value, torch.Tensor) or value.dim() > 0:
+            what = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
+            raise AlignmentError("loss_function", self.loss_name, f"a loss that gives one number; it gives {what}")
+        return value
+
+    @property
+    def counts_samples(self) -> bool:
+        """The loss's mean is over samples, whatever positions they have."""
+        return bool(getattr(self.loss_function, "counts_samples", False))
+
+    def _called(self, student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        if self.counts_samples:
+            return self.loss_function(student, teacher, mask=mask, num_items=student.shape[0])
         if "mask" in loss_keywords(self.loss_function):
             return self.loss_function(student, teacher, mask=mask)
         if mask is None:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
-from silverspoon_ray.distillers.checkpoint import (
-    ARGUMENTS_FILE,
-    PICKLED_ARGUMENTS_FILE,
-    load_data_position,
-    save_data_position,
-    write_json,
-)
+from silverspoon_ray.distillers.checkpoint import SafeCheckpoints
 from silverspoon_ray.distillers.evaluation import ExactEvaluation
 from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader
 from silverspoon_ray.distillers.masks import PositionRule
@@ -39,7 +32,7 @@ logger = logging.getLogger(__name__)
 PrepareInputs = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class BaseDistiller(ExactEvaluation):
+class BaseDistiller(ExactEvaluation, SafeCheckpoints):
     """A Hugging Face ``Trainer`` whose student learns from a teacher.
 
     Subclasses say what is compared: :meth:`distillation_terms` computes it, :meth:`teacher_request` declares what of
@@ -109,8 +102,6 @@ class BaseDistiller(ExactEvaluation):
         self.clock = StepClock()
         self.training_meter = TrainingMeter()
         self.evaluation_meter = EvaluationMeter()
-        self.data_position: dict[str, Any] | None = None
-        self._resume_position: dict[str, Any] | None = None
         self._reported_loss: torch.Tensor | None = None
         self._flops_per_step: int | None = None
         self.add_callback(self.clock)
@@ -382,24 +373,6 @@ class BaseDistiller(ExactEvaluation):
                 logs["teacher/forwards"] = float(traffic.answers)
                 logs["teacher/cache_hits"] = 0.0
         super().log(logs, start_time)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            directory = Path(output_dir if output_dir is not None else self.args.output_dir)
-            # Trainer pickles the arguments; nothing that we write may need unpickling.
-            (directory / PICKLED_ARGUMENTS_FILE).unlink(missing_ok=True)
-            write_json(directory / ARGUMENTS_FILE, self.args.to_sanitized_dict())
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self.data_position is not None:
-            save_data_position(output_dir, self.args.process_index, self.data_position)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._resume_position = load_data_position(checkpoint, self.args.process_index)
 
     # ---- models --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from silverspoon_ray.alignments.selector import OutputSelector
 from silverspoon_ray.distillers.attached import attach_projectors, attached_projectors, projector_state
 from silverspoon_ray.distillers.base import BaseDistiller
 from silverspoon_ray.distillers.callbacks import AlignmentClipping
-from silverspoon_ray.distillers.grids import Grid, GridRule
+from silverspoon_ray.distillers.grids import SAMPLES, Grid, GridRule
 from silverspoon_ray.distillers.optimizers import (
     SchedulerSet,
     by_alignment,
@@ -169,6 +169,8 @@ class FeatureDistiller(BaseDistiller):
         alignment = self.alignments[number]
         grid = self.grid_rule.grid_of(student, alignment.student_module_name, grids)
         mean = alignment.loss(student, teacher, grid.mask, shared)
+        if alignment.counts_samples:
+            grid = grids[SAMPLES]
         return LossTerm(mean, grid.count, grid.kind, alignment.loss_weight)
 
     def summaries(self, means: Mapping[str, float]) -> dict[str, float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -17,10 +15,8 @@ from silverspoon_ray.alignments.projector_files import load_alignments, load_pro
 from silverspoon_ray.capture import named_module
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.models.saved import load_saved
 from silverspoon_ray.teacher.inputs import TeacherInputs
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def load_student_weights_from_checkpoint(
@@ -43,20 +39,7 @@ def load_student_weights_from_checkpoint(
     directory = _checkpoint(checkpoint_dir)
     own = directory / f"student_model_{student_model_name.replace(os.sep, '_')}"
     directory = own if own.is_dir() else directory
-    state = _weights(directory)
-    try:
-        result = student_model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError("checkpoint_dir", str(directory), f"weights of the student's shapes; {reason}") from error
-    # Of weights that are tied only one name is saved.
-    loaded = {t.data_ptr() for name, t in student_model.state_dict(keep_vars=True).items() if name in state}
-    tensors = student_model.state_dict(keep_vars=True)
-    missing = [name for name in result.missing_keys if name not in tensors or tensors[name].data_ptr() not in loaded]
-    found = {"missing_keys": missing, "unexpected_keys": list(result.unexpected_keys)}
-    if strict and any(found.values()):
-        raise ConfigError("checkpoint_dir", str(directory), f"a checkpoint of this student; {found}")
-    return found
+    return load_saved(student_model, directory, strict)
 
 
 def load_student_with_projectors_from_checkpoint(
@@ -115,7 +98,7 @@ def load_student_with_projectors_from_checkpoint(
     teacher_model.to(target)
     teacher_model.register_forward_pre_hook(StudentArguments(student_model, placed), with_kwargs=True, prepend=True)
     for settings in (getattr(teacher_model, "config", None), getattr(teacher_model, "generation_config", None)):
-        if hasattr(settings, "use_cache"):
+        if settings is not None and hasattr(settings, "use_cache"):
             settings.use_cache = False
     return teacher_model.train(student_model.training)
 
@@ -194,15 +177,3 @@ def run_block(block: Callable[..., Any], call: BlockCall, given: Any, projector:
 def _checkpoint(given: str | os.PathLike[str]) -> Path:
     directory = Path(given).expanduser()
     return directory / "checkpoint" if (directory / "checkpoint").is_dir() else directory
-
-
-def _weights(directory: Path) -> Mapping[str, torch.Tensor]:
-    if (directory / WEIGHTS).is_file():
-        return safetensors.torch.load_file(directory / WEIGHTS)
-    if (directory / INDEX).is_file():
-        names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        state: dict[str, torch.Tensor] = {}
-        for name in sorted(set(names)):
-            state |= safetensors.torch.load_file(directory / name)
-        return state
-    raise ConfigError("checkpoint_dir", str(directory), f"a directory with {WEIGHTS}, as a distiller writes it")

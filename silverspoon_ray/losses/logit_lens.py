@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -42,6 +43,8 @@ class LogitLensKLLoss:
 
     output_head: Callable[[torch.Tensor], torch.Tensor]
     temperature: float = 1.0
+    counts_samples: ClassVar[bool] = True
+    """Its mean is over samples, not over positions."""
 
     def __post_init__(self) -> None:
         if not callable(self.output_head):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,8 @@ class RelationalLoss:
 
     dist_weight: float = 1.0
     angle_weight: float = 2.0
+    counts_samples: ClassVar[bool] = True
+    """Its mean is over samples, not over positions."""
 
     def __post_init__(self) -> None:
         check_not_negative("dist_weight", self.dist_weight)

@@ -62,8 +62,8 @@ class DistillationTrainer(TorchTrainer):
             arguments that makes one in the worker. Of a ``ray.data`` training set every worker gets a part; an
             evaluation set is read by all workers and divided between them by the Trainer.
         alignments: for ``"holistic"`` and ``"blockwise"``: a dict of ``create_alignments`` keywords (``modules``,
-            ``loss_function``, ...), or a callable ``make(teacher_structure, student)`` that returns the alignments. They
-            are made in the workers; of a dedicated teacher only the structure is known there.
+            ``loss_function``, ...), or a callable ``make(teacher_structure, student)`` that returns them. They are
+            made in the workers; of a dedicated teacher only the structure is known there.
         distiller_kwargs: the distiller's further keywords (``soft_loss_fn``, ``soft_loss_fn_kwargs``, ...).
         data_collator, processing_class, compute_metrics, callbacks: as for ``transformers.Trainer``; they travel to
             the workers.
