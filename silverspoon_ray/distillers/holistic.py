@@ -141,7 +141,10 @@ class Comparison:
     def fired(self, number: int, args: Any, output: Any) -> None:
         """A module of the student has returned."""
         self.fires[number] += 1
-        self.students[number] = self.distiller.alignments[number].student_features(output)
+        features = self.distiller.alignments[number].student_features(output)
+        # Autograd runs backward in the order in which nodes were made. A node made now, whenever the loss behind it is
+        # computed, gives gradients one order of summation: early and late answers teach bit for bit the same.
+        self.students[number] = features.view_as(features)
         # A module may fire more than once; its last output counts. How often it does shows in the first batch.
         is_last = self.fires[number] == self.distiller.fires_per_forward.get(number)
         # In a checkpointed region every operation is repeated in the backward pass; a loss computed here would not be.
