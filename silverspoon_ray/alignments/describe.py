@@ -24,14 +24,15 @@ class AlignmentList(list[Alignment]):
 
 def described(alignments: Iterable[Alignment]) -> str:
     """A table with a row for each alignment; shapes are those of one sample, where they are known."""
-    rows = [HEADINGS, *map(_row, alignments)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [HEADINGS, *map(row, alignments)]
+    widths = [max(len(cells[column]) for cells in rows) for column in range(len(HEADINGS))]
+    lines = ["  ".join(c.ljust(width) for c, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
-def _row(alignment: Alignment) -> tuple[str, ...]:
+def row(alignment: Alignment) -> tuple[str, ...]:
+    """The cells of one alignment, under :data:`HEADINGS`."""
     projectors = [f"{name.removesuffix('_projector')} {_size(p)}" for name, p in alignment.projectors.items()]
     if not projectors and alignment.shapes is None:
         projectors = ["made if shapes differ" if alignment.auto_projector else "none"]

@@ -133,6 +133,7 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         args=keywords,
         train_dataset=_dataset("train", run.data.train, run),
         eval_dataset=_dataset("eval", run.data.eval, run) if run.data.eval is not None else None,
+        alignments=run.alignments,
         distiller_kwargs=run.distiller_kwargs,
         data_collator=PadCollator(padding_token(tokenizer)),
         processing_class=tokenizer,

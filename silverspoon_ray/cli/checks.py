@@ -61,6 +61,7 @@ def validate(config: RunConfigFile) -> None:
         tokens = hub.check_tokenizer(config)
         models = {key: hub.check_model(key, getattr(config, key)) for key in ("teacher", "student")}
         _check_distiller(config)
+        _check_alignments(config)
         _check_vocabulary(config, models, tokens)
 
 
@@ -285,7 +286,7 @@ def _check_distiller(config: RunConfigFile) -> None:
     distiller = distiller_class(config.distiller)
     # The keywords that come from other sections, and those that no YAML value can give.
     elsewhere = {"self", "student_model", "teacher_model", "train_dataset", "eval_dataset", "data_collator", "args"}
-    elsewhere |= {"kwargs", "prepare_teacher_inputs", "prepare_student_inputs"}
+    elsewhere |= {"kwargs", "prepare_teacher_inputs", "prepare_student_inputs", "alignments", "student_models"}
     known = [name for name in inspect.signature(distiller.__init__).parameters if name not in elsewhere]
     given = config.distiller_kwargs
     for name, value in given.items():
@@ -294,6 +295,22 @@ def _check_distiller(config: RunConfigFile) -> None:
     for name in ("use_liger_kernel", "output_head_layer"):
         if given.get(name):
             raise NotYetError(f"distiller_kwargs.{name}", given[name], "not built yet, leave it out")
+
+
+def _check_alignments(config: RunConfigFile) -> None:
+    from silverspoon_ray.distillers import FeatureDistiller, distiller_class
+    from silverspoon_ray.train.alignments import check_alignments
+
+    distiller = distiller_class(config.distiller)
+    models = [None, None]
+    if issubclass(distiller, FeatureDistiller) and config.alignments is not None:
+        models = [hub.meta_model(key, getattr(config, key)) for key in ("teacher", "student")]
+    try:
+        check_alignments(distiller, config.alignments, *models)
+    except ConfigError as error:
+        if error.key.startswith("alignments"):
+            raise
+        raise _renamed(error, f"alignments.{error.key}") from error
 
 
 def _check_vocabulary(config: RunConfigFile, models: Mapping[str, Any], tokens: int | None) -> None:
@@ -305,6 +322,8 @@ def _check_vocabulary(config: RunConfigFile, models: Mapping[str, Any], tokens: 
             expected = f"a tokenizer of at most {size} tokens, the vocabulary of the {key}; this one has {tokens}"
             raise ConfigError("data.tokenizer", config.data.tokenizer, expected)
     teacher, student = sizes["teacher"], sizes["student"]
+    if config.alignments is not None:
+        return  # no logits are compared
     if teacher is None or student is None:
         return
     try:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from silverspoon_ray.errors import ConfigError, NotYetError
 
-SECTIONS_TO_COME = ("alignments", "sweep", "cache")
+SECTIONS_TO_COME = ("sweep", "cache")
 
 FILES = "a file, directory or glob pattern (.parquet, .jsonl, .json, .txt), or a list of them"
 MODEL = "a model directory or hub id, or {path: ..., init: random, overrides: {...}, seed: 0}"
@@ -89,6 +89,9 @@ class RunConfigFile(_Section):
     student: ModelSection = Field(description=MODEL)
     args: dict[str, Any] = Field(default={}, description="keywords of TrainingArguments")
     distiller_kwargs: dict[str, Any] = Field(default={}, description="keywords of the distiller")
+    alignments: dict[str, Any] | None = Field(
+        default=None, description="keywords of create_alignments, e.g. {modules: ..., loss_function: mse}"
+    )
     data: DataSection = Field(description="a section with train and tokenizer")
     scaling: ScalingSection = Field(default=ScalingSection(), description="a section, e.g. {num_workers: 2}")
     run: RunSection = Field(default=RunSection(), description="a section, e.g. {name: first}")

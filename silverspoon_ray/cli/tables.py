@@ -71,7 +71,8 @@ def _model_table(run: RunConfigFile) -> Table:
 
 
 def _alignment_table(run: RunConfigFile, args: TrainingArguments) -> Table:
-    """Of the distillers built so far all compare logits."""
+    if run.alignments is not None:
+        return _feature_table(run, args)
     loss = run.distiller_kwargs.get("soft_loss_fn") or "kl_divergence"
     keywords = run.distiller_kwargs.get("soft_loss_fn_kwargs") or {}
     described = ", ".join(f"{name}={value}" for name, value in keywords.items())
@@ -79,6 +80,19 @@ def _alignment_table(run: RunConfigFile, args: TrainingArguments) -> Table:
     table.add_row("logits", "teacher's logits", f"{loss}({described})", f"{1 - args.alpha:g}")
     if args.alpha > 0:
         table.add_row("task loss", "labels", "the student's own", f"{args.alpha:g}")
+    return table
+
+
+def _feature_table(run: RunConfigFile, args: TrainingArguments) -> Table:
+    from silverspoon_ray.alignments import create_alignments
+    from silverspoon_ray.alignments.describe import HEADINGS, row
+
+    models = [hub.meta_model(role, getattr(run, role)) for role in ("teacher", "student")]
+    table = _table("what is learned", *HEADINGS)
+    for alignment in create_alignments(*models, **(run.alignments or {})):
+        table.add_row(*row(alignment))
+    if args.alpha > 0 and run.distiller in ("holistic", "hkd"):
+        table.add_row("labels", "task loss", "", "the student's own", f"{args.alpha:g}", "")
     return table
 
 

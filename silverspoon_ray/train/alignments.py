@@ -51,7 +51,14 @@ def check_alignments(
             raise ConfigError(f"alignments.{name}", value, f"no keyword of create_alignments; {', '.join(known)}")
     if "modules" not in given:
         raise ConfigError("alignments.modules", None, "required: patterns of module names")
-    loss_from(given.get("loss_function"), given.get("loss_function_kwargs"))
+    keywords = given.get("loss_function_kwargs")
+    if keywords is not None and not isinstance(keywords, Mapping):
+        raise ConfigError("alignments.loss_function_kwargs", keywords, "keywords of the loss, e.g. {temperature: 2.0}")
+    try:
+        loss_from(given.get("loss_function"), keywords)
+    except ConfigError as error:
+        key = f"loss_function_kwargs.{error.key}" if error.key in (keywords or {}) else "loss_function"
+        raise ConfigError(f"alignments.{key}", error.value, error.expected) from error
     if teacher is not None and student is not None:
         create_alignments(teacher, student, **given)
 

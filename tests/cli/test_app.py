@@ -172,6 +172,15 @@ def test_check(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert any(line.startswith("train together: 2 file(s), text") for line in lines)
 
 
+def test_check_shows_alignments(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["distiller=blockwise", "distiller_kwargs={}", "args.alpha=0"]
+    pairs = r"alignments={modules: {'model\.layers\.1': 'model\.layers\.0'}, loss_function: cosine}"
+    assert main(["check", "run.yaml", *overrides, pairs, "student.overrides.hidden_size=16"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    expected = "model.layers.1 (LlamaDecoderLayer) model.layers.0 (LlamaDecoderLayer) [..., 32] -> [..., 16] cosine 1"
+    assert any(line.startswith(expected) for line in lines), lines
+
+
 def llama_parameters(layers: int) -> int:
     model = llama(width=32, layers=layers, vocabulary=259, num_attention_heads=2, num_key_value_heads=2)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -252,6 +261,23 @@ def test_a_real_run(ray_cluster: Any, workplace: Path, capsys: pytest.CaptureFix
     student = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert student.config.num_hidden_layers == 1
     assert len(transformers.AutoTokenizer.from_pretrained(checkpoint)) == 259
+
+
+@pytest.mark.cluster
+def test_a_real_run_with_features(ray_cluster: Any, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"width": 32, "vocabulary": 259, "num_attention_heads": 2, "num_key_value_heads": 2}
+    llama(layers=2, **shape).save_pretrained(workplace / "teacher")
+    overrides = ["distiller=blockwise", "distiller_kwargs={}", "args.alpha=0", "args.save_strategy=steps"]
+    overrides += ["student.overrides.hidden_size=16", "args.teacher_placement.replicas=1", "args.logging_steps=1"]
+    overrides += [r"alignments={modules: {'model\.layers\.1': 'model\.layers\.0'}}", "args.save_steps=2"]
+    assert main(["train", "run.yaml", *overrides]) == 0
+    shown = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
+    assert float(shown["loss"]) > 0
+    checkpoint = Path(shown["checkpoint:"].strip())
+    assert (checkpoint / "projectors.safetensors").is_file()
+    import transformers
+
+    assert transformers.AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
 
 
 @pytest.mark.cluster

@@ -32,6 +32,19 @@ MISTAKES = [
     (["run.yaml", "args.teacher_logits=top_k"], "args.teacher_logits", "top_k"),
     (["run.yaml", "distiller_kwargs.soft_loss_fn=kl_divergense"], "distiller_kwargs.soft_loss_fn", "kl_divergense"),
     (["run.yaml", "student.overrides.num_layers=1"], "student.overrides.num_layers", "num_hidden_layers"),
+    (["run.yaml", "distiller=holistic", "distiller_kwargs={}"], "alignments", "modules"),
+    (["run.yaml", "distiller=holistic", "distiller_kwargs={}", "alignments.modul=x"], "alignments.modul", "modules"),
+    (
+        ["run.yaml", "distiller=holistic", "distiller_kwargs={}", "alignments.modules=model.layer.0"],
+        "modules",
+        "model.layers.0",
+    ),
+    (
+        ["run.yaml", "distiller=hkd", "distiller_kwargs={}", "alignments={modules: model.norm, loss_function: msee}"],
+        "alignments.loss_function",
+        "msee",
+    ),
+    (["run.yaml", "alignments.modules=model.norm"], "alignments", "ResponseBasedDistiller"),
     (["--adress=x", "run.yaml"], "--adress", "--address"),
 ]
 
