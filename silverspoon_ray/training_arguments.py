@@ -197,7 +197,6 @@ class TrainingArguments(transformers.TrainingArguments):
         self._check_count("profiling_active", 1)
         self._check_placement()
         not_yet = {
-            "use_weightwatcher": False,
             "teacher_logits": "full",
             "teacher_top_k": 64,
             "teacher_cache": None,

@@ -295,10 +295,6 @@ def test_errors_of_a_placement_name_its_keyword() -> None:
 
 
 NOT_YET: list[tuple[str, Any]] = [
-    ("backward_per_block", True),
-    ("clip_projectors", False),
-    ("deepcopy_captured_args_and_kwargs", True),
-    ("use_weightwatcher", True),
     ("teacher_logits", "top_k"),
     ("teacher_logits", "sampled"),
     ("teacher_logits", "hidden"),

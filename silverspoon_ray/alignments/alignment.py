@@ -230,7 +230,8 @@ class Alignment:
 
     def _called(self, student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if self.counts_samples:
-            return self.loss_function(student, teacher, mask=mask, num_items=student.shape[0])
+            mean = self.loss_function(student, teacher, mask=mask)  # over the samples of which anything counts
+            return mean if mask is None else mean * mask.reshape(len(mask), -1).any(1).to(mean.dtype).mean()
         if "mask" in loss_keywords(self.loss_function):
             return self.loss_function(student, teacher, mask=mask)
         if mask is None:

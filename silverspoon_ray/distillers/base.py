@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
 from silverspoon_ray.distillers.checkpoint import SafeCheckpoints
+from silverspoon_ray.distillers.diagnostics import WeightWatcherCallback
 from silverspoon_ray.distillers.evaluation import ExactEvaluation
 from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader
 from silverspoon_ray.distillers.masks import PositionRule
@@ -105,6 +106,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self._reported_loss: torch.Tensor | None = None
         self._flops_per_step: int | None = None
         self.add_callback(self.clock)
+        if args.use_weightwatcher:
+            self.add_callback(WeightWatcherCallback(self.log))
         if args.enable_profiling:
             where = args.profiling_output_dir or os.path.join(args.output_dir, "profiling")
             self.add_callback(ProfilerCallback(where))

@@ -8,7 +8,14 @@ import pytest
 import transformers
 
 import silverspoon_ray
-from silverspoon_ray.distillers import BaseDistiller, Distiller, ResponseBasedDistiller, distiller_class
+from silverspoon_ray.distillers import (
+    BaseDistiller,
+    BlockwiseDistiller,
+    Distiller,
+    HolisticDistiller,
+    ResponseBasedDistiller,
+    distiller_class,
+)
 from silverspoon_ray.errors import ConfigError, NotYetError
 from silverspoon_ray.teacher.protocol import Teacher
 from tests.distillers.kinds import llama, text
@@ -22,18 +29,12 @@ class Own(ResponseBasedDistiller):
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("response_based", ResponseBasedDistiller), ("reskd", ResponseBasedDistiller), (Own, Own)],
+    [("response_based", ResponseBasedDistiller), ("reskd", ResponseBasedDistiller), (Own, Own)]
+    + [("holistic", HolisticDistiller), ("hkd", HolisticDistiller)]
+    + [("blockwise", BlockwiseDistiller), ("bkd", BlockwiseDistiller)],
 )
 def test_names(name: Any, wanted: type) -> None:
     assert distiller_class(name) is wanted
-
-
-@pytest.mark.parametrize("name", ["holistic", "hkd", "blockwise", "bkd"])
-def test_not_built_yet(name: str) -> None:
-    with pytest.raises(NotYetError) as refused:
-        distiller_class(name)
-    assert refused.value.key == "distiller"
-    assert refused.value.value == name
 
 
 @pytest.mark.parametrize("name", ["response", "Response_Based", "kd", None, 3, dict, transformers.Trainer, {}])
