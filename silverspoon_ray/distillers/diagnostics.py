@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,7 +78,7 @@ class MemoryDiagnosticsCallback(TrainerCallback):
     """Watches for memory that grows from step to step, as it does where something keeps tensors that it should not.
 
     At the end of training ``memory.json`` in the output directory has all samples. If the number of live tensors grew
-    in every one of the last samples, a warning names how fast, and which shapes there are most of.
+    in every one of the last samples, a warning names how fast, and which shapes.
 
     Args:
         every: sample each so many optimizer steps; looking at all tensors takes some milliseconds.
@@ -94,11 +95,15 @@ class MemoryDiagnosticsCallback(TrainerCallback):
         self.patience = patience
         self.samples: list[MemorySample] = []
         self.warned = False
+        self._shapes: deque[Counter[str]] = deque(maxlen=patience + 1)  # of the last samples
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every:
             return
-        self.samples.append(sample_memory(state.global_step))
+        tensors = live_tensors()
+        self.samples.append(sample_memory(state.global_step, tensors))
+        self._shapes.append(shapes_of(tensors))
+        del tensors
         recent = self.samples[-self.patience - 1 :]
         # Not in every single one: a few tensors come and go.
         grown = (
@@ -110,11 +115,11 @@ class MemoryDiagnosticsCallback(TrainerCallback):
             self.warned = True
             steps = recent[-1].step - recent[0].step
             logger.warning(
-                "Live tensors grew over the last %d samples: %.1f tensors and %.0f bytes per step. Most are %s.",
+                "Live tensors grew over the last %d samples: %.1f tensors and %.0f bytes per step: %s.",
                 self.patience,
                 (recent[-1].tensors - recent[0].tensors) / steps,
                 (recent[-1].tensor_bytes - recent[0].tensor_bytes) / steps,
-                most_frequent_shapes(),
+                _grown(self._shapes[0], self._shapes[-1]),
             )
 
     def on_train_end(
@@ -126,9 +131,8 @@ class MemoryDiagnosticsCallback(TrainerCallback):
             (directory / self.FILE).write_text(json.dumps([asdict(sample) for sample in self.samples], indent=1))
 
 
-def sample_memory(step: int) -> MemorySample:
-    """Memory of this process now."""
-    tensors = live_tensors()
+def sample_memory(step: int, tensors: Sequence[torch.Tensor]) -> MemorySample:
+    """Memory of this process now, of which ``tensors`` are all that live."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     cuda = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     return MemorySample(step, resident_bytes(), cuda, len(tensors), sum(storages.values()))
@@ -145,14 +149,13 @@ def live_tensors() -> list[torch.Tensor]:
     return found
 
 
-def most_frequent_shapes(most: int = 3) -> str:
-    """The commonest shapes of live tensors, in words."""
-    counts: dict[str, int] = {}
-    for tensor in live_tensors():
-        key = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        counts[key] = counts.get(key, 0) + 1
-    common = sorted(counts.items(), key=lambda item: -item[1])[:most]
-    return ", ".join(f"{count} x {shape}" for shape, count in common)
+def shapes_of(tensors: Iterable[torch.Tensor]) -> Counter[str]:
+    """How many there are of each dtype and shape."""
+    return Counter(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors)
+
+
+def _grown(before: Counter[str], after: Counter[str], most: int = 3) -> str:
+    return ", ".join(f"{count} more {shape}" for shape, count in (after - before).most_common(most))
 
 
 def resident_bytes() -> int:
