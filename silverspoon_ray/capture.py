@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -35,7 +36,7 @@ class ModuleCaptureEngine:
     Args:
         model: the model whose forward is watched.
         modules_to_capture: its submodules; a module's index in this list is its id below.
-        deepcopy_captured_args_and_kwargs: keep copies of the arguments, for models that write to them in place.
+        deepcopy_captured_args_and_kwargs: keep copies, of outputs too, for models that write to them in place.
         output_callback: ``callback(module_id, args, output)``, called as a module fires, with the arguments and the
             output as they are (not detached).
         detach_outputs: keep outputs without their graph.
@@ -72,6 +73,7 @@ class ModuleCaptureEngine:
         self.captured_outputs: dict[int, Any] = {}
         self.events = 0
         """Captures in the current forward, or the last one."""
+        self._versions: list[tuple[int, weakref.ref[torch.Tensor], int]] = []
         self._awaited: set[tuple[str, int]] = set()
         self._depth = 0
         self._handles: list[RemovableHandle] = []
@@ -138,6 +140,12 @@ class ModuleCaptureEngine:
         """Forget everything."""
         self.captured_inputs.clear()
         self.captured_outputs.clear()
+        self._versions.clear()
+
+    def written_to(self) -> list[int]:
+        """Modules whose captured output, or first tensor of whose arguments, the model has written to since."""
+        live = [(number, tensor(), version) for number, tensor, version in self._versions]
+        return sorted({n for n, tensor, version in live if tensor is not None and version_of(tensor) != version})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what it returned, or None where the forward was stopped early."""
@@ -168,15 +176,23 @@ class ModuleCaptureEngine:
         if self.deepcopy_captured_args_and_kwargs:
             args, kwargs = _copied(args), _copied(kwargs)
         self.captured_inputs[module_id] = (args, kwargs)
+        self._remember(module_id, first_tensor(args, kwargs))
         self._count("input", module_id)
 
     def _on_output(self, module_id: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._depth == 0:
             return
-        self.captured_outputs[module_id] = map_tensors(torch.Tensor.detach, output) if self.detach_outputs else output
+        kept = map_tensors(torch.Tensor.detach, output) if self.detach_outputs else output
+        if self.deepcopy_captured_args_and_kwargs:
+            kept = map_tensors(torch.clone, kept)
+        self.captured_outputs[module_id] = kept
+        self._remember(module_id, kept)
         if self.output_callback is not None:
             self.output_callback(module_id, args, output)
         self._count("output", module_id)
+
+    def _remember(self, module_id: int, value: Any) -> None:
+        map_tensors(lambda tensor: self._versions.append((module_id, weakref.ref(tensor), version_of(tensor))), value)
 
     def _count(self, kind: str, module_id: int) -> None:
         self.events += 1
@@ -195,6 +211,11 @@ class _Bound:
 
     def __call__(self, *arguments: Any) -> None:
         self.function(self.module_id, *arguments)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _copied(value: Any) -> Any:
@@ -224,7 +245,7 @@ def capturing(
     model: nn.Module,
     outputs: Sequence[str] = (),
     inputs: Sequence[str] = (),
-    copy_inputs: bool = False,
+    copies: bool = False,
     truncate_after: int | None = None,
 ) -> Iterator[NamedCaptures]:
     """Hooks on the named modules while the context lasts; none is left behind, also after an exception.
@@ -232,7 +253,7 @@ def capturing(
     Args:
         model: the model; call it through the yielded :meth:`NamedCaptures.forward`, or as always.
         outputs, inputs: dotted names of the modules of which these are wanted.
-        copy_inputs: keep copies of inputs, for models that write to them in place.
+        copies: keep copies, for models that write in place.
         truncate_after: see :class:`ModuleCaptureEngine`.
 
     Raises:
@@ -243,7 +264,7 @@ def capturing(
     engine = ModuleCaptureEngine(
         model,
         modules,
-        deepcopy_captured_args_and_kwargs=copy_inputs,
+        deepcopy_captured_args_and_kwargs=copies,
         detach_outputs=False,
         capture_inputs=[index for index, name in enumerate(names) if name in set(inputs)],
         capture_outputs=[index for index, name in enumerate(names) if name in set(outputs)],
@@ -268,6 +289,11 @@ class NamedCaptures:
     def outputs(self) -> dict[str, Any]:
         """By name, what a module returned."""
         return {self.names[module_id]: output for module_id, output in self.engine.captured_outputs.items()}
+
+    @property
+    def written_to(self) -> list[str]:
+        """See :meth:`ModuleCaptureEngine.written_to`."""
+        return [self.names[module_id] for module_id in self.engine.written_to()]
 
     @property
     def inputs(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ BENEATH = (
     "alignments",
     "capture",
     "nested",
+    "files",
     "models",
     "teacher",
     "distillers",

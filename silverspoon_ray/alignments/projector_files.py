@@ -16,6 +16,7 @@ from silverspoon_ray.alignments.alignment import Alignment
 from silverspoon_ray.alignments.describe import loss_label
 from silverspoon_ray.alignments.projectors import GenericConv2dProjector, GenericLinearProjector
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.files import write_whole
 
 PROJECTORS_FILE = "projectors.safetensors"
 ALIGNMENTS_FILE = "alignments.json"
@@ -46,9 +47,9 @@ def save_projectors(
                 **{name: _settings(projector) for name, projector in alignment.projectors.items()},
             }
         )
-    _replace(directory / ALIGNMENTS_FILE, json.dumps({**facts, "alignments": described}, indent=1).encode())
+    write_whole(directory / ALIGNMENTS_FILE, json.dumps({**facts, "alignments": described}, indent=1).encode())
     if state:
-        _replace(directory / PROJECTORS_FILE, safetensors.torch.save(dict(state), metadata={"format": "pt"}))
+        write_whole(directory / PROJECTORS_FILE, safetensors.torch.save(dict(state), metadata={"format": "pt"}))
 
 
 def load_alignments(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -99,10 +100,3 @@ def _projector(entry: Mapping[str, Any], weights: Mapping[str, torch.Tensor], pa
     projector = kind(weight.shape[1], weight.shape[0], bias="bias" in weights, **settings)
     projector.to(weight.dtype).load_state_dict(weights)
     return projector
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a whole file or none: it gets its name when it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)

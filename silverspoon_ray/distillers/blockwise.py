@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
+from silverspoon_ray.capture import version_of
 from silverspoon_ray.distillers.base import PrepareInputs
 from silverspoon_ray.distillers.features import FeatureDistiller
 from silverspoon_ray.distillers.loading_students import run_block
@@ -18,7 +20,7 @@ from silverspoon_ray.distillers.terms import LossTerm, weighted
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk, overridden_forward
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.inputs import TeacherInputs, with_decoder_inputs
-from silverspoon_ray.teacher.local import evaluating
+from silverspoon_ray.teacher.local import check_unwritten, evaluating
 from silverspoon_ray.teacher.lookahead import Ticket
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 from silverspoon_ray.training_arguments import TrainingArguments
@@ -51,6 +53,7 @@ class BlockwiseDistiller(FeatureDistiller):
         kwargs: further keywords of ``transformers.Trainer``.
     """
 
+    _signature_columns: Any
     kind = "blockwise"
     groups_by_alignment = True
     backward_per_block_works = True
@@ -98,6 +101,13 @@ class BlockwiseDistiller(FeatureDistiller):
         """Outputs and inputs of the aligned blocks; what is one's output and another's input travels once."""
         request = super().teacher_request()
         return TeacherRequest(**{**vars(request), "inputs": request.outputs})
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Of several students, the columns that any of them takes."""
+        super()._set_signature_columns_if_needed()
+        if isinstance(self.model, StudentModels):
+            taken = [name for model in self.model.models.values() for name in signature(model.forward).parameters]
+            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *taken]))
 
     # ---- calls of the student's blocks -----------------------------------------------------
 
@@ -163,9 +173,15 @@ class BlockwiseDistiller(FeatureDistiller):
         last = {alignment.teacher_module_name: number for number, alignment in enumerate(self.alignments)}
         for number, alignment in enumerate(self.alignments):
             name = alignment.teacher_module_name
+            given = answer.inputs[name]
+            if self.args.deepcopy_captured_args_and_kwargs:
+                given = given.clone()
+            version = version_of(given)
             output = run_block(
-                alignment.student_block, calls[alignment.student_block], answer.inputs[name], alignment.input_projector
+                alignment.student_block, calls[alignment.student_block], given, alignment.input_projector
             )
+            if version_of(given) != version and not self.args.deepcopy_captured_args_and_kwargs:
+                check_unwritten("student", [alignment.student_module_name])
             teacher = alignment.teacher_features(answer.outputs[name])
             student = alignment.student_features(output)
             del output

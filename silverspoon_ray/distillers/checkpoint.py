@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.files import write_whole
 from silverspoon_ray.models.saved import load_saved, names_differ
 from silverspoon_ray.teacher.random_stream import state_from_json, state_to_json
 from silverspoon_ray.training_arguments import TrainingArguments
@@ -68,9 +68,7 @@ class SafeCheckpoints(Trainer):
 
 def write_json(path: Path, content: Any) -> None:
     """Write a whole file or none: it gets its name when it is complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(content, indent=1, sort_keys=True, default=str), encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True, default=str).encode())
 
 
 def save_data_position(directory: str | Path, rank: int, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from accelerate import DistributedDataParallelKwargs
 from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
@@ -74,6 +75,16 @@ class FeatureDistiller(BaseDistiller):
             self.add_callback(AlignmentClipping(self.clip_alignments))
         logger.info("alignments:\n%s", described(self.alignments))
 
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """DDP looks for parameters that take no part: an output head, say, that no loss needs. Trainer does not ask for
+        it under activation checkpointing, because of the reentrant kind."""
+        made: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        if self.args.ddp_find_unused_parameters is None:
+            for handler in made["kwargs_handlers"]:
+                if isinstance(handler, DistributedDataParallelKwargs):
+                    handler.find_unused_parameters = True
+        return made
+
     # ---- which modules -------------------------------------------------------------------
 
     def teacher_request(self) -> TeacherRequest:
@@ -93,7 +104,7 @@ class FeatureDistiller(BaseDistiller):
             outputs=tuple(dict.fromkeys(names)),
             wire_dtype=super().teacher_request().wire_dtype,
             selectors=tuple(selectors),
-            copy_inputs=self.args.deepcopy_captured_args_and_kwargs,
+            copies=self.args.deepcopy_captured_args_and_kwargs,
         )
 
     def _find_names(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
-from silverspoon_ray.capture import ForwardTruncated, ModuleCaptureEngine
+from silverspoon_ray.capture import ForwardTruncated, ModuleCaptureEngine, version_of
 from silverspoon_ray.distillers.base import PrepareInputs
 from silverspoon_ray.distillers.features import FeatureDistiller
 from silverspoon_ray.distillers.grids import Grid
@@ -20,7 +20,7 @@ from silverspoon_ray.distillers.terms import LossTerm
 from silverspoon_ray.distillers.trunk import overridden_forward
 from silverspoon_ray.errors import AlignmentError
 from silverspoon_ray.nested import map_tensors
-from silverspoon_ray.teacher.local import evaluating
+from silverspoon_ray.teacher.local import check_unwritten, evaluating
 from silverspoon_ray.teacher.lookahead import Ticket
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput
 from silverspoon_ray.training_arguments import TrainingArguments
@@ -128,7 +128,9 @@ class Comparison:
         self.ticket = ticket
         self.grids = grids
         self.answer: TeacherOutput | None = None
-        self.students: dict[int, torch.Tensor] = {}
+        self.students: dict[int, tuple[torch.Tensor, int]] = {}
+        """Features that wait for the teacher's, with their version at that time."""
+        self.learns = torch.is_grad_enabled()
         self.terms: dict[int, LossTerm] = {}
         self.fires: Counter[int] = Counter()
         self._users: Counter[str] = Counter(a.teacher_module_name for a in distiller.alignments)
@@ -140,11 +142,20 @@ class Comparison:
 
     def fired(self, number: int, args: Any, output: Any) -> None:
         """A module of the student has returned."""
+        alignment = self.distiller.alignments[number]
+        if self.learns and not torch.is_grad_enabled() and parameters_of(alignment):
+            raise ConfigError(
+                "use_reentrant",
+                True,
+                f"False: {alignment.student_module_name!r} runs without gradients, and what it gives cannot teach it",
+            )
         self.fires[number] += 1
-        features = self.distiller.alignments[number].student_features(output)
+        features = alignment.student_features(output)
+        if self.distiller.args.deepcopy_captured_args_and_kwargs:
+            features = features.clone()
         # Autograd runs backward in the order in which nodes were made. A node made now, whenever the loss behind it is
         # computed, gives gradients one order of summation: early and late answers teach bit for bit the same.
-        self.students[number] = features.view_as(features)
+        self.students[number] = (features.view_as(features), version_of(features))
         # A module may fire more than once; its last output counts. How often it does shows in the first batch.
         is_last = self.fires[number] == self.distiller.fires_per_forward.get(number)
         # In a checkpointed region every operation is repeated in the backward pass; a loss computed here would not be.
@@ -167,7 +178,9 @@ class Comparison:
         self.wait()
         assert self.answer is not None
         alignment = self.distiller.alignments[number]
-        student = self.students.pop(number)
+        student, version = self.students.pop(number)
+        if version_of(student) != version:
+            check_unwritten("student", [alignment.student_module_name])
         name = alignment.teacher_module_name
         self._users[name] -= 1
         output = self.answer.outputs[name] if self._users[name] > 0 else self.answer.outputs.pop(name)

@@ -65,13 +65,16 @@ class Trunk:
         self.student = student
         self.blocks = list(dict.fromkeys(blocks))
         self._keeps_shape: dict[int, bool] = {}  # by block
+        # What an encoder's blocks give is among the arguments of a decoder's blocks, so they have to run.
+        self._passes_over = not getattr(getattr(student, "config", None), "is_encoder_decoder", False)
 
     @torch.no_grad()
     def calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[nn.Module, BlockCall]:
         """Each block's call.
 
         A block that returns a tensor of its input's shape is passed over: it hands its input on. Whether it does shows
-        when it runs for the first time. Every other block runs, without gradients and in eval mode.
+        when it runs for the first time. Every other block, and every block of an encoder-decoder model, runs, without
+        gradients and in eval mode.
 
         Args:
             forward: the student's.
@@ -106,7 +109,7 @@ class Trunk:
             same = isinstance(output, torch.Tensor) and call.hidden is not None and output.shape == call.hidden.shape
             # What a block contains would not be called if the block were passed over.
             contains = any(inner in self.blocks for inner in block.modules() if inner is not block)
-            self._keeps_shape[id(block)] = same and not contains
+            self._keeps_shape[id(block)] = same and not contains and self._passes_over
             return output
 
         return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,11 +58,12 @@ class LocalTeacher:
         of a request runs whole, to see how often the wanted modules fire.
         """
         until = None if request.logits else self._events.get(request)
-        seen = capturing(self.model, request.outputs, request.inputs, request.copy_inputs, until)
+        seen = capturing(self.model, request.outputs, request.inputs, request.copies, until)
         with evaluating(self.model), seen as captured:
             returned = captured.forward(**batch)
             outputs, inputs = captured.outputs, captured.inputs
             self._events[request] = captured.engine.events
+            check_unwritten("teacher", captured.written_to)
         missing = [name for name in request.outputs if name not in outputs]
         missing += [name for name in request.inputs if name not in inputs]
         if missing:
@@ -173,6 +174,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Without a graph, and whole: of a tensor that is spread over devices this rank holds a part only."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_unwritten(whose: str, names: Sequence[str]) -> None:
+    """Raise a ConfigError where modules' inputs or outputs are not what they were when they were captured."""
+    if names:
+        raise ConfigError(
+            "deepcopy_captured_args_and_kwargs",
+            False,
+            f"True: the {whose} writes in place to what its module {names[0]!r} gets or gives",
+        )
 
 
 def extract_logits(returned: Any) -> torch.Tensor:

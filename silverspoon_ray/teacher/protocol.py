@@ -27,7 +27,7 @@ class TeacherRequest:
         wire_dtype: floating-point tensors are sent in this dtype; None: as they are, bit-exact.
         selectors: pairs of a name in ``outputs`` and a function of that module's output (hashable, picklable); what it
             returns is the answer, so that the rest need not travel.
-        copy_inputs: copy inputs as the module is called, for models that write to them in place.
+        copies: keep copies of what modules get and give, for models that write to it in place.
     """
 
     logits: str | None = "full"
@@ -35,7 +35,7 @@ class TeacherRequest:
     inputs: tuple[str, ...] = ()
     wire_dtype: torch.dtype | None = None
     selectors: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
-    copy_inputs: bool = False
+    copies: bool = False
 
 
 @dataclass
