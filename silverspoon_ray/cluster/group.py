@@ -13,10 +13,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
 from silverspoon_ray.cluster.handle import TeacherHandle, get
+from silverspoon_ray.cluster.layouts.pipeline import TeacherStage
 from silverspoon_ray.cluster.resources import cluster_device_type, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
-from silverspoon_ray.models.source import ModelSource, check_source, located
+from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
 from silverspoon_ray.teacher.placement import TeacherPlacement
+from silverspoon_ray.teacher.stages import plan_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,10 @@ class TeacherGroup:
         deadline = time.monotonic() + placement.startup_timeout_s
         device_type = placement.device_type or cluster_device_type()
         bundle = device_bundle(placement, device_type)
+        if placement.num_devices > 1:
+            structure = known_structure(teacher)
+            if structure is not None:  # else the first stage will say it
+                plan_pipeline(structure, placement.num_devices)
         spec = TeacherSpec(
             source=None if isinstance(teacher, nn.Module) else teacher,
             module=ray.put(teacher) if isinstance(teacher, nn.Module) else None,
@@ -83,25 +89,33 @@ class TeacherGroup:
             device_type=device_type,
             threads=max(1, int(bundle.get("CPU", 1))),
         )
-        workers: list[Any] = []
+        replicas: list[list[Any]] = []
         reserved: list[PlacementGroup] = []
         try:
             for rank in range(placement.replicas):
                 remaining = max(deadline - time.monotonic(), 0.0)
                 group = reserve(
-                    [bundle], placement.placement_strategy, remaining, f"the devices of the teacher's replica {rank}"
+                    [bundle] * placement.num_devices,
+                    placement.placement_strategy,
+                    remaining,
+                    f"the devices of the teacher's replica {rank}",
                 )
                 reserved.append(group)
-                workers.append(_start(spec, rank, bundle, group))
-            for rank, worker in enumerate(workers):
+                replicas.append([])
+                for device in range(placement.num_devices):
+                    replicas[-1].append(_start(spec, rank, device, placement.num_devices, bundle, group))
+            # All at once: they load at the same time.
+            starts = [(rank, worker.ready.remote()) for rank, replica in enumerate(replicas) for worker in replica]
+            for rank, start in starts:
                 remaining = max(deadline - time.monotonic(), 0.0)
-                where = get(worker.ready.remote(), remaining, "the teacher's start", rank)
+                where = get(start, remaining, "the teacher's start", rank)
                 logger.info("teacher replica %d: pid %d on node %s", rank, where["pid"], where["node_id"])
+            plan = get(replicas[0][0].plan.remote(), ANSWER_TIMEOUT_S, "the teacher's plan")
         except BaseException:
-            _release(workers, reserved)
+            _release([worker for replica in replicas for worker in replica], reserved)
             raise
         # An answer may take a while even where the start may not: behind others, or behind a restart.
-        handle = TeacherHandle(workers, max(placement.startup_timeout_s, ANSWER_TIMEOUT_S))
+        handle = TeacherHandle(replicas, max(placement.startup_timeout_s, ANSWER_TIMEOUT_S), plan)
         return cls(handle, placement, reserved, spec)
 
     def stats(self) -> list[dict[str, Any]]:
@@ -131,20 +145,26 @@ def device_bundle(placement: TeacherPlacement, device_type: str) -> dict[str, fl
     return bundle
 
 
-def _start(spec: TeacherSpec, rank: int, bundle: dict[str, float], group: PlacementGroup) -> Any:
+def _start(
+    spec: TeacherSpec, rank: int, device: int, devices: int, bundle: dict[str, float], group: PlacementGroup
+) -> Any:
+    """The actor of one device of a replica."""
+    worker: tuple[type, tuple[Any, ...]] = (TeacherWorker, (spec, rank))
+    if devices > 1:
+        worker = (TeacherStage, (spec, rank, device, devices))
     custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
     return (
-        ray.remote(TeacherWorker)
+        ray.remote(worker[0])
         .options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             resources=custom,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=device),
             # A request gives the same answer every time, so Ray may simply run it again.
             max_restarts=MAX_RESTARTS,
             max_task_retries=MAX_RESTARTS,
         )
-        .remote(spec, rank)
+        .remote(*worker[1])
     )
 
 

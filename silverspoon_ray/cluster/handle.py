@@ -11,36 +11,45 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode_output, encode
+from silverspoon_ray.cluster.layouts.pipeline import ask_pipeline
 from silverspoon_ray.cluster.worker import describe_batch
-from silverspoon_ray.errors import ConfigError, TeacherError
+from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.stages import PipelinePlan
 
 
 class TeacherHandle:
     """A teacher group, as seen by a student: picklable, and accepted as ``teacher_model`` by every distiller.
 
     Args:
-        workers: the replicas' actors.
+        replicas: the actors of each replica; several are the stages of a pipeline.
         timeout_s: the limit of every wait; a replica that restarts must have loaded its model by then.
+        plan: how the stages share the model; None where a replica is one actor.
     """
 
     dedicated = True
     owner: Any = None
     """The group, in the process that made it: as long as its handle is used there, it is not given up."""
 
-    def __init__(self, workers: Sequence[Any], timeout_s: float) -> None:
-        self.workers = list(workers)
+    def __init__(self, replicas: Sequence[Sequence[Any]], timeout_s: float, plan: PipelinePlan | None = None) -> None:
+        self.replicas = [list(replica) for replica in replicas]
         self.timeout_s = timeout_s
+        self.plan = plan
         self._reset()
+
+    @property
+    def workers(self) -> list[Any]:
+        """All actors."""
+        return [worker for replica in self.replicas for worker in replica]
 
     def _reset(self) -> None:
         self._structure: nn.Module | None = None
-        self._outstanding: list[set[ray.ObjectRef]] = [set() for _ in self.workers]
-        self._last_used = [0] * len(self.workers)
+        self._outstanding: list[set[ray.ObjectRef]] = [set() for _ in self.replicas]
+        self._last_used = [0] * len(self.replicas)
         self._submitted = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"workers": self.workers, "timeout_s": self.timeout_s}
+        return {"replicas": self.replicas, "timeout_s": self.timeout_s, "plan": self.plan}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -88,31 +97,36 @@ class TeacherHandle:
         return answer if device is None else answer.to(torch.device(device))
 
     def stats(self) -> list[dict[str, Any]]:
-        """Per replica: rank, pid, node, forwards, bytes sent, seconds busy; counted since its process started."""
+        """Per actor: rank, pid, node, stage, bytes of weights, forwards, bytes sent, seconds busy; counted since its
+        process started."""
         return [get(worker.stats.remote(), self.timeout_s, "the teacher's stats") for worker in self.workers]
 
-    def send(self, batch: Encoded, request: TeacherRequest) -> tuple[ray.ObjectRef, int, int]:
+    def send(self, batch: Encoded, request: TeacherRequest) -> tuple[list[ray.ObjectRef], int, int]:
         """Submit to the least loaded replica; the one unused for longest where several are.
 
         Returns:
-            the answer's reference, the replica's rank, the batch's number.
+            references of the answer's parts, the replica's rank, the batch's number.
         """
-        if len(self.workers) > 1:
+        if len(self.replicas) > 1:
             for outstanding in self._outstanding:
                 if outstanding:
                     done, _ = ray.wait(list(outstanding), num_returns=len(outstanding), timeout=0, fetch_local=False)
                     outstanding.difference_update(done)
-        rank = min(range(len(self.workers)), key=lambda r: (len(self._outstanding[r]), self._last_used[r]))
+        rank = min(range(len(self.replicas)), key=lambda r: (len(self._outstanding[r]), self._last_used[r]))
         self._submitted += 1
         self._last_used[rank] = self._submitted
-        ref = self.workers[rank].forward.remote(batch, request, self._submitted)
-        if len(self.workers) > 1:
-            self._outstanding[rank].add(ref)
-        return ref, rank, self._submitted
+        replica = self.replicas[rank]
+        if self.plan is None:
+            refs = [replica[0].forward.remote(batch, request, self._submitted)]
+        else:
+            refs = ask_pipeline(replica, self.plan, ray.put(batch), request, self._submitted)
+        if len(self.replicas) > 1:
+            self._outstanding[rank].update(refs[-1:])
+        return refs, rank, self._submitted
 
-    def finished(self, ref: ray.ObjectRef, rank: int) -> None:
-        """The answer has been fetched; its reference is not to be kept alive for counting."""
-        self._outstanding[rank].discard(ref)
+    def finished(self, refs: Sequence[ray.ObjectRef], rank: int) -> None:
+        """The answer has been fetched; its references are not to be kept alive for counting."""
+        self._outstanding[rank].difference_update(refs)
 
 
 class RemoteStream:
@@ -124,39 +138,52 @@ class RemoteStream:
 
     def submit(self, batch: Mapping[str, Any]) -> RemoteAnswer:
         encoded = encode(dict(batch))
-        ref, rank, number = self.handle.send(encoded, self.request)
-        return RemoteAnswer(self.handle, ref, rank, describe_batch(encoded, number))
+        refs, rank, number = self.handle.send(encoded, self.request)
+        return RemoteAnswer(self.handle, refs, rank, describe_batch(encoded, number))
 
 
 class RemoteAnswer:
     """An answer that a replica is computing."""
 
-    def __init__(self, handle: TeacherHandle, ref: ray.ObjectRef, rank: int, batch: str) -> None:
+    def __init__(self, handle: TeacherHandle, refs: list[ray.ObjectRef], rank: int, batch: str) -> None:
         self.handle = handle
         self.rank = rank
         self.batch = batch
         self.nbytes = 0
-        self._ref: ray.ObjectRef | None = ref
+        self._refs: list[ray.ObjectRef] | None = refs
 
     def ready(self) -> bool:
         """The answer has been computed (or has failed), wherever it is."""
-        assert self._ref is not None, "released answers cannot be read"
-        return bool(ray.wait([self._ref], timeout=0, fetch_local=False)[0])
+        assert self._refs is not None, "released answers cannot be read"
+        return not ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
 
     def result(self) -> TeacherOutput:
         """Wait for the answer: views of the object store's memory, to be read only."""
-        assert self._ref is not None, "released answers cannot be read"
-        encoded: Encoded = get(self._ref, self.handle.timeout_s, "the teacher's answer", self.rank, self.batch)
-        self.handle.finished(self._ref, self.rank)
-        self.nbytes = encoded.nbytes
-        return decode_output(encoded)
+        assert self._refs is not None, "released answers cannot be read"
+        what, limit = "the teacher's answer", self.handle.timeout_s
+        parts: list[Encoded] = get(self._refs, limit, what, self.rank, self.batch)
+        self.handle.finished(self._refs, self.rank)
+        self.nbytes = sum(part.nbytes for part in parts)
+        return merged([decode_output(part) for part in parts])
 
     def release(self) -> None:
         """Let the answer's memory go: Ray may evict it from now on."""
-        self._ref = None
+        self._refs = None
 
 
-def get(ref: ray.ObjectRef, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:
+def merged(parts: Sequence[TeacherOutput]) -> TeacherOutput:
+    """One answer out of those of several stages."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = TeacherOutput(borrowed=True)
+    for part in parts:
+        whole.logits = part.logits if part.logits is not None else whole.logits
+        whole.outputs |= part.outputs
+        whole.inputs |= part.inputs
+    return whole
+
+
+def get(ref: Any, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:
     """``ray.get`` with a limit, and with errors that say what was waited for.
 
     Raises:
@@ -166,7 +193,7 @@ def get(ref: ray.ObjectRef, timeout_s: float, what: str, rank: int | None = None
         return ray.get(ref, timeout=timeout_s)
     except RayTaskError as error:
         cause = error.cause
-        if isinstance(cause, TeacherError):
+        if isinstance(cause, SilverspoonError):
             raise cause from None
         raise TeacherError(f"{what} failed: {cause!r}", rank=rank, batch=batch, remote_traceback=str(error)) from None
     except GetTimeoutError:

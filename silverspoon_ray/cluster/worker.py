@@ -19,6 +19,7 @@ from silverspoon_ray.errors import TeacherError
 from silverspoon_ray.models.source import ModelSource, build_model
 from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.protocol import TeacherRequest
+from silverspoon_ray.teacher.stages import PipelinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class TeacherWorker:
         self._loaded()
         return self.stats()
 
+    def plan(self) -> PipelinePlan | None:
+        """How the model is cut into stages; None where it is not."""
+        return None
+
     def structure(self) -> nn.Module:
         """The model on the meta device."""
         return self._loaded().structure
@@ -111,7 +116,12 @@ class TeacherWorker:
             "forwards": self.forwards,
             "bytes_sent": self.nbytes,
             "busy_s": self.busy_s,
+            **self.weights(),
         }
+
+    def weights(self) -> dict[str, Any]:
+        """Bytes of the weights that this process holds; empty before they are loaded."""
+        return {} if self.teacher is None else {"weight_bytes": resident_bytes(self.teacher.model)}
 
     def _loaded(self) -> LocalTeacher:
         if self.teacher is None:
@@ -125,17 +135,26 @@ class TeacherWorker:
                 ) from None
         return self.teacher
 
-    def _load(self) -> nn.Module:
+    def _choose_device(self) -> None:
         if self.spec.device_type == "cuda":
             self.device = torch.device("cuda", 0)  # Ray shows the actor its own GPU only
         else:
             torch.set_num_threads(self.spec.threads)
+
+    def _load(self) -> nn.Module:
+        self._choose_device()
         if self.spec.module is not None:
             model: nn.Module = ray.get(self.spec.module)
         else:
             assert self.spec.source is not None
             model = build_model(self.spec.source, "teacher", **self.spec.load_kwargs)
         return model.to(self.device).eval()
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that have memory."""
+    held = {id(p): p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta"}
+    return sum(held.values())
 
 
 def describe_batch(batch: Encoded, number: int) -> str:

@@ -71,9 +71,9 @@ class LocalTeacher:
         for name, select in request.selectors:
             outputs[name] = select(outputs[name])
         return TeacherOutput(
-            logits=_plain(extract_logits(returned)) if request.logits else None,
-            outputs=map_tensors(_plain, outputs),
-            inputs=map_tensors(_plain, inputs),
+            logits=whole_tensor(extract_logits(returned)) if request.logits else None,
+            outputs=map_tensors(whole_tensor, outputs),
+            inputs=map_tensors(whole_tensor, inputs),
         )
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -170,7 +170,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Without a graph, and whole: of a tensor that is spread over devices this rank holds a part only."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -85,10 +85,6 @@ class TeacherPlacement:
                 raise ConfigError(f"teacher_placement.resources_per_device.{name}", amount, "an amount above 0")
         if self.strategy != "pp":
             raise NotYetError("teacher_placement.strategy", self.strategy, 'not built yet, use "pp"')
-        if self.num_devices != 1:
-            raise NotYetError(
-                "teacher_placement.num_devices", self.num_devices, "not built yet, use 1 (more replicas work)"
-            )
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -170,7 +170,7 @@ def local_history() -> list[dict[str, Any]]:
 def test_remote_equals_local(
     group: TeacherGroup, local_history: list[dict[str, Any]], prefetch: int, replicas: int
 ) -> None:
-    handle = silverspoon_ray.TeacherHandle(group.handle.workers[:replicas], 60)
+    handle = silverspoon_ray.TeacherHandle(group.handle.replicas[:replicas], 60)
     assert student_history(handle, teacher_prefetch=prefetch) == local_history
 
 

@@ -1,0 +1,1 @@
+"""How one replica of the teacher lies over several devices."""

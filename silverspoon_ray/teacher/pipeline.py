@@ -1,0 +1,246 @@
+"""One stage of a pipeline: a model's own forward, of which only some layers do anything.
+
+Every stage runs the forward of the whole model, so that masks, position embeddings and whatever else a family of models
+does around its layers needs no special case. Layers of earlier stages hand on what they get, modules before them give
+tensors of the right shape without having weights, the hidden state of the stage before goes in at the first own layer,
+and the forward ends where the next stage's first layer is called.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from silverspoon_ray.capture import ForwardTruncated, capturing, first_tensor
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.local import evaluating, extract_logits, whole_tensor
+from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.stages import PipelinePlan, modules_below
+
+
+@dataclass
+class Handover:
+    """What a stage gives the next one.
+
+    Attributes:
+        hidden: the hidden state ``[batch, ..., width]`` behind its last layer.
+        entries: how many entries a layer returns in a tuple; 0: it returns the tensor itself.
+    """
+
+    hidden: torch.Tensor
+    entries: int
+
+
+def own_tensors(model: nn.Module, plan: PipelinePlan, number: int) -> set[str]:
+    """Names of the parameters and saved buffers that a stage holds.
+
+    Args:
+        model: the model or its structure.
+        plan: how it is cut.
+        number: the stage.
+    """
+    last = number == len(plan.stages) - 1
+    modules = [*plan.stages[number].layers, *(plan.before if number == 0 else ()), *(plan.after if last else ())]
+    names = set()
+    for name, module in modules_below(model, modules):
+        names |= {f"{name}.{own}" for own, _ in (*module.named_parameters(recurse=False), *module._buffers.items())}
+    # What containers hold themselves (a position embedding beside the layers, say) is small, and used on every stage.
+    path = plan.stack.split(".") if plan.stack else []
+    for depth in range(len(path) + 1):
+        parent = ".".join(path[:depth])
+        own_of_parent = model.get_submodule(parent).named_parameters(recurse=False)
+        names |= {f"{parent}.{own}" if parent else own for own, _ in own_of_parent}
+    return names
+
+
+class PipelineStage:
+    """The part of a teacher that one device holds.
+
+    Args:
+        model: with the memory of :func:`own_tensors` only; its forwards are overridden here.
+        plan: how it is cut.
+        number: which stage this is.
+    """
+
+    def __init__(self, model: nn.Module, plan: PipelinePlan, number: int) -> None:
+        self.model = model
+        self.plan = plan
+        self.number = number
+        self.is_last = number == len(plan.stages) - 1
+        self.structure = structure_of(model)
+        self._received: Handover | None = None
+        self._left: torch.Tensor | None = None
+        self._entries = 0
+        self._entered = False
+        self._checked = number == 0
+        self._events: dict[TeacherRequest, int] = {}
+        own = plan.stages[number].layers
+        first = plan.layers.index(own[0])
+        for name in plan.layers[:first]:
+            model.get_submodule(name).forward = self._pass_over
+        if not self.is_last:
+            model.get_submodule(plan.layers[first + len(own)]).forward = self._stop
+        if number > 0:
+            for name in plan.before:
+                self._replace_by_shapes(name)
+            model.get_submodule(own[0]).register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self.is_last:
+            for name in plan.after:
+                self._refuse_early(name)
+        model.get_submodule(own[-1]).register_forward_hook(self._note_form)
+
+    @torch.no_grad()
+    def run(
+        self, batch: Mapping[str, Any], request: TeacherRequest, received: Handover | None, hand_on: bool
+    ) -> tuple[Handover | None, TeacherOutput]:
+        """This stage's part of a forward.
+
+        Args:
+            batch: the model's keyword arguments, on this stage's device.
+            request: what is wanted of the whole model; the stage answers what falls to it.
+            received: from the stage before; None for the first.
+            hand_on: whether a later stage runs too.
+
+        Returns:
+            what the next stage needs (None without ``hand_on``), and the answer's part.
+        """
+        outputs = [name for name in request.outputs if self.plan.stage_of(name) == self.number]
+        inputs = [name for name in request.inputs if self.plan.stage_of(name) == self.number]
+        wants_logits = request.logits is not None and self.is_last
+        until = None if hand_on or wants_logits else self._events.get(request)
+        self._received, self._left, self._entered = received, None, False
+        seen = capturing(self.model, outputs, inputs, request.copies, until)
+        with evaluating(self.model), seen as captured:
+            returned = captured.forward(**batch)
+            found, given = captured.outputs, captured.inputs
+            self._events[request] = captured.engine.events
+        self._received = None
+        left, self._left = self._left, None
+        for name in (*outputs, *inputs):
+            if name not in found and name not in given:
+                raise ConfigError("outputs", name, "a module that runs in the teacher's forward; this one did not")
+        for name, select in request.selectors:
+            if name in found:
+                found[name] = select(found[name])
+        answer = TeacherOutput(
+            logits=whole_tensor(extract_logits(returned)) if wants_logits else None,
+            outputs=map_tensors(whole_tensor, found),
+            inputs=map_tensors(whole_tensor, given),
+        )
+        if not hand_on:
+            return None, answer
+        if left is None:
+            raise ConfigError("strategy", "pp", f"a model whose forward calls {self.plan.layers}; it ended before")
+        return Handover(left, self._entries), answer
+
+    # ---- in place of modules that are elsewhere ------------------------------------------
+
+    def _pass_over(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer of an earlier stage."""
+        assert self._received is not None
+        hidden = first_tensor(args, kwargs)
+        return self._as_layer_output(hidden)
+
+    def _as_layer_output(self, hidden: Any) -> Any:
+        entries = self._received.entries if self._received is not None else 0
+        return (hidden, *[None] * (entries - 1)) if entries else hidden
+
+    def _stop(self, *args: Any, **kwargs: Any) -> Any:
+        """The first layer of the next stage."""
+        self._left = first_tensor(args, kwargs)
+        raise ForwardTruncated
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The hidden state of the stage before takes the place of what came out of modules without weights."""
+        assert self._received is not None
+        self._entered = True
+        hidden = self._received.hidden
+        places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+        place = next(key for key, value in places if isinstance(value, torch.Tensor))
+        if not self._checked:
+            self._check_others(module, place, dict(places))
+            self._checked = True
+        if isinstance(place, int):
+            return (*args[:place], hidden, *args[place + 1 :]), kwargs
+        return args, {**kwargs, place: hidden}
+
+    def _check_others(self, layer: nn.Module, place: Any, arguments: Mapping[Any, Any]) -> None:
+        """Modules without weights give nan. Where one reaches a layer, more than a hidden state is passed along."""
+        spoiled: list[Any] = []
+        for key, value in arguments.items():
+            if key == place:
+                continue
+
+            def look(tensor: torch.Tensor, key: Any = key) -> None:
+                if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                    spoiled.append(key)
+
+            map_tensors(look, value)
+        if spoiled:
+            raise ConfigError(
+                "num_devices",
+                len(self.plan.stages),
+                f"1: {type(layer).__name__} takes `{spoiled[0]}` from a module of the first stage, so more than one "
+                "hidden state would have to be passed along",
+            )
+
+    def _note_form(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, tuple):
+            self._entries = 0
+            return
+        self._entries = len(output)
+        if not self.is_last and any(isinstance(entry, torch.Tensor) for entry in output[1:]):
+            raise ConfigError(
+                "num_devices", len(self.plan.stages), f"1: {type(module).__name__} passes more than one hidden state"
+            )
+
+    def _replace_by_shapes(self, name: str) -> None:
+        """Modules of the first stage: what they give has the right shape, and is nan, so that any use of it shows."""
+        module = self.model.get_submodule(name)
+        if not any(True for _ in module.parameters()):
+            return  # it needs no weights: let it run
+        device = next((p.device for p in self.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        module.to("meta")
+        original = type(module).forward
+
+        def shapes_only(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._entered:
+                raise ConfigError(
+                    "num_devices", len(self.plan.stages), f"1: {name} is used behind the layers too, by the last stage"
+                )
+            on_meta = _to_meta(args), _to_meta(kwargs)
+            given = original(module, *on_meta[0], **on_meta[1])
+            return map_tensors(lambda tensor: _nothing_like(tensor, device), given)
+
+        module.forward = types.MethodType(shapes_only, module)
+
+    def _refuse_early(self, name: str) -> None:
+        """Modules of the last stage, if they have weights, must not be called here."""
+        module = self.model.get_submodule(name)
+        if not any(True for _ in module.parameters()):
+            return
+        refuse: Callable[..., Any] = self._refuse(name)
+        module.forward = refuse
+
+    def _refuse(self, name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ConfigError("num_devices", len(self.plan.stages), f"1: {name} runs before the layers")
+
+        return refuse
+
+
+def _to_meta(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.to("meta"), value)
+
+
+def _nothing_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.is_floating_point():
+        return torch.full(tensor.shape, float("nan"), dtype=tensor.dtype, device=device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
