@@ -76,6 +76,5 @@ class FakeAnswer:
         output = teacher.local.answer(self.batch, teacher.request)
         output.borrowed = teacher.borrowed
         if teacher.borrowed:
-            assert output.logits is not None
-            teacher.given.append(output.logits)
+            output.map(lambda tensor: teacher.given.append(tensor) or tensor)
         return output

@@ -115,8 +115,6 @@ def test_refused_resources(amount: Any) -> None:
         ({"strategy": "tp"}, "strategy", "tp"),
         ({"strategy": "sharded"}, "strategy", "sharded"),
         ({"strategy": "sharded", "wrap_cls": "LlamaDecoderLayer"}, "strategy", "sharded"),
-        ({"num_devices": 2}, "num_devices", 2),
-        ({"teacher_only_devices": [0, 1, 2]}, "num_devices", 3),
     ],
     ids=str,
 )
