@@ -222,8 +222,11 @@ def _copied(value: Any) -> Any:
     """Tensors cloned, containers made anew; of anything else (a cache, say) a deep copy."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple | list | dict):
-        return map_tensors(_copied, value)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [_copied(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return copy.deepcopy(value)
 
 

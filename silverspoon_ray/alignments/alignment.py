@@ -30,7 +30,8 @@ class Alignment:
         input_projector: learned; turns the teacher's input of the block into what the student's block takes. Blockwise
             only.
         output_projector: learned; turns the student's output into the teacher's size.
-        auto_projector: make the projectors that shapes ask for, before training begins.
+        auto_projector: make the projectors that shapes ask for, before training begins. Without it a loss of the
+            user's gets features of any size.
         projector_init: how new projectors begin: a name or ``init(module)``; None: as torch does.
         loss_function: a loss by name or a callable ``loss(student, teacher)``; None: ``"mse"``. A callable that takes
             ``mask=`` gets the features as they are; any other gets the positions that count as rows,
@@ -132,7 +133,7 @@ class Alignment:
     def _selected(self, whose: str, name: str, select: Selector, output: Any) -> torch.Tensor:
         try:
             features = select(output)
-        except (LookupError, TypeError) as error:
+        except (AttributeError, LookupError, TypeError) as error:
             features = None
             reason = f"{type(error).__name__}: {error}"
         else:
@@ -156,7 +157,9 @@ class Alignment:
             AlignmentError: they differ in more than a projector can bridge, or none may be made.
         """
         self.shapes = (tuple(teacher.shape[1:]), tuple(student.shape[1:]))
-        if self.output_projector is None:
+        brought = isinstance(getattr(self.loss_function, "projector", None), nn.Module)
+        wanted = self.auto_projector or not self.loss_takes_any_size
+        if self.output_projector is None and wanted and not brought:
             self.output_projector = self._projector("output", student, teacher)
 
     def make_input_projector(self, student: torch.Tensor, teacher: torch.Tensor) -> None:
@@ -201,7 +204,7 @@ class Alignment:
         """
         if self.output_projector is not None:
             student = self.output_projector(student)
-        if student.shape != teacher.shape:
+        if student.shape != teacher.shape and not self.loss_takes_any_size:
             raise AlignmentError(
                 "alignment",
                 self.get_name(),
@@ -212,8 +215,7 @@ class Alignment:
         teacher = teacher.to(student.device)
         if self.auto_dtype_match:
             teacher = teacher.to(student.dtype)
-        ours = type(self.loss_function).__module__.startswith("silverspoon_ray.losses")
-        if teacher_is_shared and not ours:
+        if teacher_is_shared and not self._loss_is_ours:
             teacher = teacher.clone()
         value = self._called(student, teacher, mask)
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
@@ -222,6 +224,15 @@ class Alignment:
             )
             raise AlignmentError("loss_function", self.loss_name, f"a loss that gives one number; it gives {what}")
         return value
+
+    @property
+    def _loss_is_ours(self) -> bool:
+        return type(self.loss_function).__module__.startswith("silverspoon_ray.losses")
+
+    @property
+    def loss_takes_any_size(self) -> bool:
+        """The loss may compare features of different sizes: a user's own, or one with a projector of its own."""
+        return not self._loss_is_ours or isinstance(getattr(self.loss_function, "projector", None), nn.Module)
 
     @property
     def counts_samples(self) -> bool:

@@ -14,9 +14,11 @@ from torch import nn
 
 from silverspoon_ray.cluster.handle import TeacherHandle, get
 from silverspoon_ray.cluster.layouts.pipeline import TeacherStage
+from silverspoon_ray.cluster.layouts.ranks import TeacherLeader, TeacherRank
 from silverspoon_ray.cluster.resources import cluster_device_type, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
+from silverspoon_ray.teacher.distributed import check_tensor_parallel, layers_to_wrap
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.stages import plan_pipeline
 
@@ -78,16 +80,15 @@ class TeacherGroup:
         deadline = time.monotonic() + placement.startup_timeout_s
         device_type = placement.device_type or cluster_device_type()
         bundle = device_bundle(placement, device_type)
-        if placement.num_devices > 1:
-            structure = known_structure(teacher)
-            if structure is not None:  # else the first stage will say it
-                plan_pipeline(structure, placement.num_devices)
+        check_layout(teacher, placement)
         spec = TeacherSpec(
             source=None if isinstance(teacher, nn.Module) else teacher,
             module=ray.put(teacher) if isinstance(teacher, nn.Module) else None,
             load_kwargs=load_kwargs,
             device_type=device_type,
             threads=max(1, int(bundle.get("CPU", 1))),
+            strategy=placement.strategy,
+            wrap_cls=placement.wrap_cls,
         )
         replicas: list[list[Any]] = []
         reserved: list[PlacementGroup] = []
@@ -102,10 +103,14 @@ class TeacherGroup:
                 )
                 reserved.append(group)
                 replicas.append([])
-                for device in range(placement.num_devices):
-                    replicas[-1].append(_start(spec, rank, device, placement.num_devices, bundle, group))
-            # All at once: they load at the same time.
-            starts = [(rank, worker.ready.remote()) for rank, replica in enumerate(replicas) for worker in replica]
+                _start_replica(spec, rank, placement.num_devices, bundle, group, replicas[-1])
+            # All at once: they load at the same time. Ranks of one process group are called by their leader.
+            grouped = placement.strategy != "pp" and placement.num_devices > 1
+            starts = [
+                (rank, worker.ready.remote())
+                for rank, replica in enumerate(replicas)
+                for worker in (replica[:1] if grouped else replica)
+            ]
             for rank, start in starts:
                 remaining = max(deadline - time.monotonic(), 0.0)
                 where = get(start, remaining, "the teacher's start", rank)
@@ -145,27 +150,57 @@ def device_bundle(placement: TeacherPlacement, device_type: str) -> dict[str, fl
     return bundle
 
 
-def _start(
-    spec: TeacherSpec, rank: int, device: int, devices: int, bundle: dict[str, float], group: PlacementGroup
-) -> Any:
-    """The actor of one device of a replica."""
-    worker: tuple[type, tuple[Any, ...]] = (TeacherWorker, (spec, rank))
-    if devices > 1:
-        worker = (TeacherStage, (spec, rank, device, devices))
+def check_layout(teacher: Any, placement: TeacherPlacement) -> None:
+    """Refuse a layout that the teacher cannot have, as far as its structure is known without loading it.
+
+    Raises:
+        ConfigError: naming what would be right.
+    """
+    if placement.num_devices == 1:
+        return
+    structure = known_structure(teacher)
+    if placement.strategy == "tp":
+        loadable = structure if isinstance(teacher, str) else None
+        check_tensor_parallel(loadable, placement.num_devices)
+    elif structure is not None and placement.strategy == "pp":  # else the first stage will say it
+        plan_pipeline(structure, placement.num_devices, "teacher_placement.num_devices")
+    elif structure is not None:
+        layers_to_wrap(structure, placement.wrap_cls)
+
+
+def _start_replica(
+    spec: TeacherSpec, rank: int, devices: int, bundle: dict[str, float], group: PlacementGroup, actors: list[Any]
+) -> None:
+    """Start the actors of one replica and add them to ``actors``, the one that answers first."""
     custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
-    return (
-        ray.remote(worker[0])
-        .options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            resources=custom,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=device),
-            # A request gives the same answer every time, so Ray may simply run it again.
-            max_restarts=MAX_RESTARTS,
-            max_task_retries=MAX_RESTARTS,
+
+    def start(actor: type, device: int, *arguments: Any, retries: int = MAX_RESTARTS) -> Any:
+        started = (
+            ray.remote(actor)
+            .options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                resources=custom,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=device),
+                max_restarts=MAX_RESTARTS,
+                # A request gives the same answer every time, so Ray may simply run it again.
+                max_task_retries=retries,
+            )
+            .remote(spec, rank, *arguments)
         )
-        .remote(*worker[1])
-    )
+        actors.append(started)
+        return started
+
+    if devices == 1:
+        start(TeacherWorker, 0)
+    elif spec.strategy == "pp":
+        for device in range(devices):
+            start(TeacherStage, device, device, devices)
+    else:
+        # A rank that comes back is no member of its group any more: its leader has to know, and tries again itself.
+        others = [start(TeacherRank, device, device, devices, retries=0) for device in range(1, devices)]
+        start(TeacherLeader, 0, devices, others)
+        actors.insert(0, actors.pop())
 
 
 def _release(workers: list[Any], groups: list[PlacementGroup]) -> None:

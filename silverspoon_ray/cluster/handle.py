@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,19 @@ from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode_output, encode
 from silverspoon_ray.cluster.layouts.pipeline import ask_pipeline
+from silverspoon_ray.cluster.layouts.ranks import Scattered
 from silverspoon_ray.cluster.worker import describe_batch
 from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+
+
+class AnswerLostError(TeacherError):
+    """The answer existed, but the process or node that held it is gone."""
 
 
 class TeacherHandle:
@@ -138,19 +148,23 @@ class RemoteStream:
 
     def submit(self, batch: Mapping[str, Any]) -> RemoteAnswer:
         encoded = encode(dict(batch))
-        refs, rank, number = self.handle.send(encoded, self.request)
-        return RemoteAnswer(self.handle, refs, rank, describe_batch(encoded, number))
+        return RemoteAnswer(self.handle, encoded, self.request)
 
 
 class RemoteAnswer:
     """An answer that a replica is computing."""
 
-    def __init__(self, handle: TeacherHandle, refs: list[ray.ObjectRef], rank: int, batch: str) -> None:
+    def __init__(self, handle: TeacherHandle, batch: Encoded, request: TeacherRequest) -> None:
         self.handle = handle
-        self.rank = rank
         self.batch = batch
+        self.request = request
         self.nbytes = 0
-        self._refs: list[ray.ObjectRef] | None = refs
+        self._refs: list[ray.ObjectRef] | None = None
+        self._send()
+
+    def _send(self) -> None:
+        self._refs, self.rank, number = self.handle.send(self.batch, self.request)
+        self.described = describe_batch(self.batch, number)
 
     def ready(self) -> bool:
         """The answer has been computed (or has failed), wherever it is."""
@@ -158,17 +172,53 @@ class RemoteAnswer:
         return not ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
 
     def result(self) -> TeacherOutput:
-        """Wait for the answer: views of the object store's memory, to be read only."""
+        """Wait for the answer: views of the object store's memory, to be read only.
+
+        An answer that was lost with the node or process that held it is asked for again.
+        """
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._result()
+            except AnswerLostError as error:
+                logger.warning("asking the teacher again: %s", error.reason)
+                self._send()
+        return self._result()
+
+    def _result(self) -> TeacherOutput:
         assert self._refs is not None, "released answers cannot be read"
         what, limit = "the teacher's answer", self.handle.timeout_s
-        parts: list[Encoded] = get(self._refs, limit, what, self.rank, self.batch)
+        parts: list[Any] = get(self._refs, limit, what, self.rank, self.described)
         self.handle.finished(self._refs, self.rank)
+        if isinstance(parts[0], Scattered):
+            rows = [parts[0].own, *get(parts[0].others, limit, what, self.rank, self.described)]
+            self.nbytes = sum(part.nbytes for part in rows)
+            return concatenated([decode_output(part) for part in rows])
         self.nbytes = sum(part.nbytes for part in parts)
         return merged([decode_output(part) for part in parts])
 
     def release(self) -> None:
         """Let the answer's memory go: Ray may evict it from now on."""
         self._refs = None
+
+
+def concatenated(parts: Sequence[TeacherOutput]) -> TeacherOutput:
+    """One answer out of those for parts of the batch's rows, in order; what has no rows is the first part's."""
+
+    def joined(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, torch.Tensor):
+            return torch.cat(list(values)) if first.dim() > 0 else first
+        if isinstance(first, dict):
+            return {key: joined([value[key] for value in values]) for key in first}
+        if isinstance(first, tuple | list):
+            return type(first)(joined(entries) for entries in zip(*values, strict=True))
+        return first
+
+    return TeacherOutput(
+        logits=None if parts[0].logits is None else joined([part.logits for part in parts]),
+        outputs=joined([part.outputs for part in parts]),
+        inputs=joined([part.inputs for part in parts]),
+    )
 
 
 def merged(parts: Sequence[TeacherOutput]) -> TeacherOutput:
@@ -202,4 +252,8 @@ def get(ref: Any, timeout_s: float, what: str, rank: int | None = None, batch: s
         reason = f"{what} will not come: the teacher's process died and was not brought back ({error})"
         raise TeacherError(reason, rank=rank, batch=batch) from None
     except RayError as error:
-        raise TeacherError(f"{what} was lost: {error}", rank=rank, batch=batch) from None
+        raise AnswerLostError(f"{what} was lost: {first_line(error)}", rank=rank, batch=batch) from None
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -6,13 +6,14 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
 from silverspoon_ray.errors import TeacherError
@@ -34,6 +35,7 @@ class TeacherSpec:
         load_kwargs: passed to ``from_pretrained``.
         device_type: ``"cuda"`` or ``"cpu"``.
         threads: threads of a CPU replica.
+        strategy, wrap_cls: see ``TeacherPlacement``.
     """
 
     source: ModelSource | None
@@ -41,6 +43,8 @@ class TeacherSpec:
     load_kwargs: Mapping[str, Any]
     device_type: str
     threads: int
+    strategy: str = "pp"
+    wrap_cls: str | Sequence[str] | None = None
 
 
 class TeacherWorker:
@@ -152,8 +156,11 @@ class TeacherWorker:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters that have memory."""
-    held = {id(p): p.numel() * p.element_size() for p in model.parameters() if p.device.type != "meta"}
+    """Bytes of the parameters that have memory here."""
+    held = {}
+    for parameter in model.parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        held[id(parameter)] = 0 if own.device.type == "meta" else own.numel() * own.element_size()
     return sum(held.values())
 
 

@@ -65,8 +65,7 @@ class FeatureDistiller(BaseDistiller):
             raise ConfigError("torch_compile", True, "False; what is captured changes between calls")
         self.names = self._unique_names()
         self.grid_rule = GridRule(self.args.distill_mask, self.position_rule, self.traits.encoder_decoder)
-        if any(alignment.auto_projector for alignment in self.alignments):
-            self._make_projectors()
+        self._make_projectors()
         for alignment in self.alignments:
             for projector in alignment.trained_modules.values():
                 projector.to(self.args.device)
@@ -136,12 +135,21 @@ class FeatureDistiller(BaseDistiller):
     # ---- projectors ----------------------------------------------------------------------
 
     def _make_projectors(self) -> None:
-        """Make them from the shapes of one sample, now: optimizer, DDP and a resumed run then know them."""
-        batch = one_sample(self)
-        if batch is None:
+        """Make them from the shapes of one sample, now: optimizer, DDP and a resumed run then know them. Shapes that do
+        not fit are an error now, too, where a sample can be had."""
+        wanted = any(alignment.auto_projector for alignment in self.alignments)
+        try:
+            batch = one_sample(self)
+        except AlignmentError:
+            if wanted:
+                raise
+            return
+        if batch is None and wanted:
             raise AlignmentError(
                 "auto_projector", True, "False, with the projectors given, where there is no dataset to see shapes in"
             )
+        if batch is None:
+            return
         inputs = dict(self._prepare_inputs(batch))
         pending = self.stream.submit(self._teacher_batch(inputs))
         answer = pending.result().to(self.args.device)

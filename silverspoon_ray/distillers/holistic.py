@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,9 +16,10 @@ from silverspoon_ray.capture import ForwardTruncated, ModuleCaptureEngine, versi
 from silverspoon_ray.distillers.base import PrepareInputs
 from silverspoon_ray.distillers.features import FeatureDistiller
 from silverspoon_ray.distillers.grids import Grid
+from silverspoon_ray.distillers.optimizers import parameters_of
 from silverspoon_ray.distillers.terms import LossTerm
 from silverspoon_ray.distillers.trunk import overridden_forward
-from silverspoon_ray.errors import AlignmentError
+from silverspoon_ray.errors import AlignmentError, ConfigError
 from silverspoon_ray.nested import map_tensors
 from silverspoon_ray.teacher.local import check_unwritten, evaluating
 from silverspoon_ray.teacher.lookahead import Ticket
@@ -93,6 +94,7 @@ class HolisticDistiller(FeatureDistiller):
         blocks = [alignment.student_block for alignment in self.alignments]
         with evaluating(student), ModuleCaptureEngine(student, blocks, capture_inputs=False) as engine:
             self._student_forward(student, inputs, with_task=False)
+        check_all_ran(self.names, engine.captured_outputs)
         for number, alignment in enumerate(self.alignments):
             alignment.make_output_projector(
                 alignment.student_features(engine.get_captured(number)[2]),
@@ -169,9 +171,7 @@ class Comparison:
         self.distiller.fires_per_forward = dict(self.fires)
         if self.distiller._side_stream is not None:
             torch.cuda.current_stream().wait_stream(self.distiller._side_stream)
-        missing = [name for number, name in enumerate(self.distiller.names) if number not in self.terms]
-        if missing:
-            raise AlignmentError("student_block", missing[0], "a module that runs in the student's forward; it did not")
+        check_all_ran(self.distiller.names, self.terms)
         return {name: self.terms[number] for number, name in enumerate(self.distiller.names)}
 
     def _compare(self, number: int) -> None:
@@ -246,6 +246,13 @@ class ComparedStudent:
         if not self.keeps_graph:
             outputs = map_tensors(torch.Tensor.detach, outputs)
         return {"outputs": outputs, "terms": terms}
+
+
+def check_all_ran(names: Sequence[str], seen: Collection[int]) -> None:
+    """Raise an AlignmentError where the number of a name is not among ``seen``."""
+    missing = [name for number, name in enumerate(names) if number not in seen]
+    if missing:
+        raise AlignmentError("student_block", missing[0], "a module that runs in the student's forward; it did not")
 
 
 def _in_checkpoint() -> bool:

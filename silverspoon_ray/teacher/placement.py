@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from silverspoon_ray.errors import ConfigError, NotYetError
+from silverspoon_ray.errors import ConfigError
 
 STRATEGIES = ("pp", "tp", "sharded")
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -35,7 +35,6 @@ class TeacherPlacement:
 
     Raises:
         ConfigError: a value is out of its range; the message names it.
-        NotYetError: the layout is part of the contract but not built yet.
     """
 
     strategy: str = "pp"
@@ -83,8 +82,6 @@ class TeacherPlacement:
         for name, amount in (self.resources_per_device or {}).items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
                 raise ConfigError(f"teacher_placement.resources_per_device.{name}", amount, "an amount above 0")
-        if self.strategy != "pp":
-            raise NotYetError("teacher_placement.strategy", self.strategy, 'not built yet, use "pp"')
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -7,6 +7,7 @@ hooks of this file's own.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class ConvNet(nn.Module):
         super().__init__()
         with seeded(seed):
             sizes = [1] + [channels] * layers
-            pairs = zip(sizes, sizes[1:], strict=False)
+            pairs = itertools.pairwise(sizes)
             self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.Tanh()) for a, b in pairs)
             self.head = nn.Linear(channels, CLASSES)
 
@@ -218,9 +219,9 @@ def reference(
     rows_of = KINDS[kind.base].rows
     student, teacher = (model.double() for model in kind.models())
     teacher.eval()
-    for model in (student, teacher):
-        if hasattr(model, "config"):
-            model.config.use_cache = False
+    for module in (*student.modules(), *teacher.modules()):
+        if hasattr(module, "config"):
+            module.config.use_cache = False  # a block is called a second time, with the arguments of the first
     aligned = alignments_of(name, loss, student, teacher)
     whose = [(alignment.teacher_module_name, alignment.student_module_name) for alignment in aligned]
     outputs = [module.double() if (module := kind.projector(i, "output")) else None for i in range(len(whose))]
@@ -254,7 +255,7 @@ def reference(
                 sums[number] = sums[number] + chosen.of_rows(rows[0], rows[1], kind)
                 counts[number] += 1 if chosen.per_sample else len(rows[0])
         means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
-        weighted = sum(weight * mean for weight, mean in zip(WEIGHTS, means, strict=False))
+        weighted = sum((weight * mean for weight, mean in zip(WEIGHTS, means, strict=False)), torch.zeros(()))
         hard = hard / max(labels, 1)
         total = (1 - alpha) * weighted + alpha * hard if alpha else weighted
         gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
@@ -265,6 +266,6 @@ def reference(
         found = {f"loss/.{here}": mean.item() for (_, here), mean in zip(whose, means, strict=True)}
         found["loss"] = total.item()
         if alpha:
-            found |= {"loss/hard": hard.item(), "loss/alignment": float(weighted)}
+            found |= {"loss/hard": hard.item(), "loss/alignment": weighted.item()}
         history.append(found)
     return history, {key: value.detach() for key, value in trained.items()}

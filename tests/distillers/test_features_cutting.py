@@ -13,7 +13,6 @@ import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, HolisticDistiller
 from tests.distillers.feature_kinds import FEATURES, LEARNING_RATE, alignments_of, reference
 from tests.distillers.kinds import KINDS, NO_PADDING, Collator, Padding, numbered
-from tests.distillers.ranks import on_ranks
 from tests.support import trained, training_arguments
 
 STEPS, BATCH = 3, 8
@@ -32,16 +31,15 @@ Case = tuple[str, str, tuple[int, int], Padding, str, float, bool]
 
 
 def cases() -> list[Any]:
-    """Every kind with every cut and padding; losses take turns, so that each meets several cuts of every kind."""
+    """Every kind with every cut and padding; losses take turns."""
     found = []
-    for name, kind in FEATURES.items():
+    for number, (name, kind) in enumerate(FEATURES.items()):
         variants = [(cut, NO_PADDING) for cut in CUTS] + (PADDINGS if KINDS[kind.base].fill else [])
-        for turn, (cut, padding) in enumerate(variants):
-            for offset in (0, 1):
-                loss, alpha = HOLISTIC[(turn + offset) % len(HOLISTIC)]
-                found.append((name, "holistic", cut, padding, loss, alpha, False))
-                loss, per_block = BLOCKWISE[(turn + offset) % len(BLOCKWISE)]
-                found.append((name, "blockwise", cut, padding, loss, 0.0, per_block))
+        for turn, (cut, padding) in enumerate(variants, number):
+            loss, alpha = HOLISTIC[turn % len(HOLISTIC)]
+            found.append((name, "holistic", cut, padding, loss, alpha, False))
+            loss, per_block = BLOCKWISE[turn % len(BLOCKWISE)]
+            found.append((name, "blockwise", cut, padding, loss, 0.0, per_block))
     # A convolution's or perceptron's features have no one size for an output head.
     return [case for case in found if case[4] != "logit_lens" or case[0] not in ("conv", "perceptron")]
 
@@ -128,41 +126,3 @@ def test_one_rank(case: Case) -> None:
     history, parameters, seen = train(case)
     assert tuple(seen) == order(name)  # or the steps would not hold the same samples
     check(history, parameters, expected(name, distiller, loss, alpha))
-
-
-# ---- two ranks -----------------------------------------------------------------------------------------------
-
-RANK_CASES: list[Case] = [
-    ("llama", "holistic", (4, 1), NO_PADDING, "mse", 0.4, False),
-    ("llama", "holistic", (2, 2), NO_PADDING, "logit_lens", 0.0, False),
-    ("t5", "holistic", (2, 2), NO_PADDING, "cosine", 0.0, False),
-    ("wide_llama", "holistic", (4, 1), NO_PADDING, "cosine", 0.0, False),
-    ("conv", "holistic", (4, 1), NO_PADDING, "own", 0.4, False),
-    ("bert_mlm", "blockwise", (4, 1), NO_PADDING, "mse", 0.0, False),
-    ("wide_llama", "blockwise", (2, 2), NO_PADDING, "cosine", 0.0, False),
-    ("wide_llama", "blockwise", (1, 4), NO_PADDING, "mse", 0.0, True),
-    ("t5", "blockwise", (2, 2), NO_PADDING, "own", 0.0, True),
-    ("conv", "blockwise", (4, 1), NO_PADDING, "mse", 0.0, True),
-]
-
-
-def train_all_on_a_rank() -> list[Any]:
-    return [train(case) for case in RANK_CASES]
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks() -> list[Any]:
-    """For each of RANK_CASES, what :func:`train` returned on each rank."""
-    return list(zip(*on_ranks(train_all_on_a_rank), strict=True))
-
-
-@pytest.mark.parametrize("case", range(len(RANK_CASES)), ids=[ident(case) for case in RANK_CASES])
-def test_two_ranks(case: int, on_two_ranks: list[Any]) -> None:
-    name, distiller, _, _, loss, alpha, _ = RANK_CASES[case]
-    seen = [ranks_seen for _, _, ranks_seen in on_two_ranks[case]]
-    half = BATCH // 2
-    for step in range(STEPS):
-        parts = [rank[step * half : (step + 1) * half] for rank in seen]
-        assert sorted(parts[0] + parts[1]) == sorted(order(name)[step * BATCH : (step + 1) * BATCH])
-    for history, parameters, _ in on_two_ranks[case]:
-        check(history, parameters, expected(name, distiller, loss, alpha))

@@ -1,0 +1,230 @@
+"""Tensor-parallel and sharded replicas: actors that form a process group and answer every batch together."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+from torch import nn
+
+from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
+from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker, describe_batch, resident_bytes
+from silverspoon_ray.errors import SilverspoonError, TeacherError
+from silverspoon_ray.models.source import build_model, known_structure
+from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.distributed import (
+    gathered,
+    load_tensor_parallel,
+    own_rows,
+    shard_over_ranks,
+)
+from silverspoon_ray.teacher.local import LocalTeacher
+from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+
+logger = logging.getLogger(__name__)
+
+COLLECTIVE_TIMEOUT_S = 120.0
+ASSEMBLE_TIMEOUT_S = 600.0
+ATTEMPTS = 3
+
+
+@dataclass
+class Scattered:
+    """An answer whose rows are on several ranks.
+
+    Attributes:
+        parts: the leader's own rows, and references of the others', in the order of the rows.
+        nbytes: of the leader's part.
+    """
+
+    own: Encoded
+    others: list[ray.ObjectRef]
+
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
+
+class TeacherRank(TeacherWorker):
+    """One rank of a replica.
+
+    Args:
+        spec: the teacher.
+        rank: of the replica in the group, for messages.
+        number: of this process in the replica.
+        ranks: how many there are.
+    """
+
+    def __init__(self, spec: TeacherSpec, rank: int, number: int, ranks: int) -> None:
+        super().__init__(spec, rank)
+        self.number = number
+        self.ranks = ranks
+        self._structure: nn.Module | None = None
+
+    def join(self, address: str) -> None:
+        """Become a member of a new process group, and load the model for it.
+
+        Args:
+            address: ``tcp://host:port`` of the leader.
+
+        Raises:
+            TeacherError: the group did not come about, or the model could not be loaded.
+        """
+        try:
+            self._leave()
+            self._choose_device()
+            torch.distributed.init_process_group(
+                "nccl" if self.device.type == "cuda" else "gloo",
+                init_method=address,
+                rank=self.number,
+                world_size=self.ranks,
+                timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            )
+            # transformers' tensor parallelism reads these.
+            os.environ.update(RANK=str(self.number), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks))
+            self.teacher = LocalTeacher(self._load_part())
+        except SilverspoonError:
+            raise
+        except Exception as error:
+            raise TeacherError(
+                f"rank {self.number} of the teacher could not be loaded: {type(error).__name__}: {error}",
+                rank=self.rank,
+                remote_traceback=traceback.format_exc(),
+            ) from None
+
+    def part(self, batch: Encoded, request: TeacherRequest) -> Encoded:
+        """This rank's part of the answer to a batch that all ranks get."""
+        if self.teacher is None:
+            raise TeacherError("this rank has not joined its replica", rank=self.rank)
+        begin = time.perf_counter()
+        values = decode(batch)
+        inputs = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        if self.spec.strategy == "sharded":
+            mine, real = own_rows(inputs, self.number, self.ranks)
+            each = next((v.shape[0] for v in mine.values() if isinstance(v, torch.Tensor) and v.dim() > 0), real)
+            answer = self.teacher.answer(mine, request).map(
+                lambda tensor: tensor[:real] if tensor.dim() > 0 and tensor.shape[0] == each else tensor
+            )
+        else:
+            answer = gathered(self.teacher.answer(inputs, request), self.teacher.model, request, self.ranks)
+            answer = answer if self.number == 0 else TeacherOutput()  # all ranks have the same
+        encoded = encode_output(answer, request.wire_dtype)
+        self.forwards += 1
+        self.nbytes += encoded.nbytes
+        self.busy_s += time.perf_counter() - begin
+        return encoded
+
+    def structure(self) -> nn.Module:
+        self.ready()
+        assert self._structure is not None
+        return self._structure
+
+    def weights(self) -> dict[str, Any]:
+        held = {} if self.teacher is None else {"weight_bytes": resident_bytes(self.teacher.model)}
+        return {"device_rank": self.number, **held}
+
+    def _leave(self) -> None:
+        self.teacher = None
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _load_part(self) -> nn.Module:
+        spec = self.spec
+        if spec.strategy == "tp":
+            assert spec.source is not None
+            self._structure = known_structure(spec.source)
+            return load_tensor_parallel(spec.source, self.ranks, self.device, **spec.load_kwargs)
+        if spec.module is not None:
+            model: nn.Module = ray.get(spec.module)
+        else:
+            assert spec.source is not None
+            model = build_model(spec.source, "teacher", **spec.load_kwargs)
+        self._structure = structure_of(model)
+        return shard_over_ranks(model, spec.wrap_cls, self.ranks, self.device)
+
+
+class TeacherLeader(TeacherRank):
+    """The first rank of a replica. Batches come to it alone, and it hands them on: so all ranks see one order.
+
+    Args:
+        spec, rank, ranks: as for :class:`TeacherRank`.
+        others: the replica's other actors, in order.
+    """
+
+    def __init__(self, spec: TeacherSpec, rank: int, ranks: int, others: list[Any]) -> None:
+        super().__init__(spec, rank, 0, ranks)
+        self.others = others
+        self.assembled = False
+
+    def ready(self) -> dict[str, Any]:
+        self._assemble()
+        return self.stats()
+
+    def forward(self, batch: Encoded, request: TeacherRequest, number: int) -> Encoded | Scattered:  # type: ignore[override]
+        """The answer to one batch; where it is spread over ranks, with references of their parts.
+
+        A rank that died is waited for, and the batch tried again.
+
+        Raises:
+            TeacherError: with the traceback, this replica and the batch.
+        """
+        shared = ray.put(batch)
+        for attempt in range(ATTEMPTS):
+            self._assemble()
+            parts = [other.part.remote(shared, request) for other in self.others]
+            try:
+                own = self.part(batch, request)
+                if self.spec.strategy == "tp":
+                    ray.get(parts, timeout=COLLECTIVE_TIMEOUT_S)  # an error of theirs is one of the replica's
+                    return own
+                return Scattered(own, parts)
+            except Exception as error:
+                self.assembled = False  # who knows in which collective the others are
+                lost = self._someone_died(parts)
+                if lost and attempt + 1 < ATTEMPTS:
+                    logger.warning("a rank of teacher replica %d died; the replica is assembled again", self.rank)
+                    continue
+                raise TeacherError(
+                    f"the teacher's forward raised {type(error).__name__}: {error}",
+                    rank=self.rank,
+                    batch=describe_batch(batch, number),
+                    remote_traceback=traceback.format_exc(),
+                ) from None
+        raise AssertionError("unreachable")
+
+    def _assemble(self) -> None:
+        """Form the process group, in which everyone loads its part; ranks that are being restarted are waited for."""
+        if self.assembled:
+            return
+        with socket.socket() as probe:
+            host = ray.util.get_node_ip_address()
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        address = f"tcp://{host}:{port}"
+        joining = [other.join.options(max_task_retries=-1).remote(address) for other in self.others]
+        self.join(address)
+        ray.get(joining, timeout=ASSEMBLE_TIMEOUT_S)
+        self.assembled = True
+
+    def _someone_died(self, parts: list[ray.ObjectRef]) -> bool:
+        for part in parts:
+            try:
+                ray.get(part, timeout=COLLECTIVE_TIMEOUT_S)
+            except RayActorError:
+                return True
+            except TeacherError as error:
+                if "has not joined" in str(error):
+                    return True
+            except RayError as error:
+                if "has not joined" in str(error) or "onnection" in str(error):
+                    return True
+        return False
