@@ -35,7 +35,8 @@ class Alignment:
         projector_init: how new projectors begin: a name or ``init(module)``; None: as torch does.
         loss_function: a loss by name or a callable ``loss(student, teacher)``; None: ``"mse"``. A callable that takes
             ``mask=`` gets the features as they are; any other gets the positions that count as rows,
-            ``[rows, features]``, and must return their mean.
+            ``[rows, features]``, and must return their mean. One with an attribute ``counts_samples = True`` takes
+            ``mask=`` and means over the samples of which anything counts, whatever positions they have.
         loss_function_kwargs: keywords of a loss given by name.
         optimizer, scheduler: for this student block and its projectors alone; None: the distiller's.
         max_grad_norm: the gradients of the block and its projectors are clipped to this norm; None: blockwise clips

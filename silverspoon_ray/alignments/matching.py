@@ -29,6 +29,7 @@ def create_alignments(
     auto_projector: bool = True,
     projector_init: ProjectorInit = None,
     max_grad_norm: float | int | None = None,
+    loss_weight: float = 1.0,
 ) -> AlignmentList:
     """Pair modules of teacher and student whose names match.
 
@@ -42,7 +43,8 @@ def create_alignments(
             - a mapping from teacher to student: ``{r"model\\.layers\\.(\\d+)5": r"model\\.layers\\.\\1"}``. The
               student's side may refer back to groups of the teacher's (``\\1``, ``\\g<name>``) and is a pattern again.
               Where both sides match several, they are paired in the order of the models.
-        loss_function, loss_function_kwargs, auto_projector, projector_init, max_grad_norm: see :class:`Alignment`.
+        loss_function, loss_function_kwargs, auto_projector, projector_init, max_grad_norm, loss_weight: see
+            :class:`Alignment`.
         output_selector_index: which entry of a module's output is compared where it is a tuple, list or mapping;
             None: the first.
 
@@ -77,6 +79,7 @@ def create_alignments(
             loss_function=loss_function,
             loss_function_kwargs=loss_function_kwargs,
             max_grad_norm=max_grad_norm,
+            loss_weight=loss_weight,
         )
         alignment.student_model = student_model
         alignments.append(alignment)

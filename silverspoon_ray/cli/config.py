@@ -89,8 +89,8 @@ class RunConfigFile(_Section):
     student: ModelSection = Field(description=MODEL)
     args: dict[str, Any] = Field(default={}, description="keywords of TrainingArguments")
     distiller_kwargs: dict[str, Any] = Field(default={}, description="keywords of the distiller")
-    alignments: dict[str, Any] | None = Field(
-        default=None, description="keywords of create_alignments, e.g. {modules: ..., loss_function: mse}"
+    alignments: dict[str, Any] | list[dict[str, Any]] | None = Field(
+        default=None, description="keywords of create_alignments, e.g. {modules: ..., loss_function: mse}, or a list"
     )
     data: DataSection = Field(description="a section with train and tokenizer")
     scaling: ScalingSection = Field(default=ScalingSection(), description="a section, e.g. {num_workers: 2}")

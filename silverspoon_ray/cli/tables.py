@@ -84,12 +84,12 @@ def _alignment_table(run: RunConfigFile, args: TrainingArguments) -> Table:
 
 
 def _feature_table(run: RunConfigFile, args: TrainingArguments) -> Table:
-    from silverspoon_ray.alignments import create_alignments
     from silverspoon_ray.alignments.describe import HEADINGS, row
+    from silverspoon_ray.train.alignments import make_alignments
 
     models = [hub.meta_model(role, getattr(run, role)) for role in ("teacher", "student")]
     table = _table("what is learned", *HEADINGS)
-    for alignment in create_alignments(*models, **(run.alignments or {})):
+    for alignment in make_alignments(run.alignments or [], *models):
         table.add_row(*row(alignment))
     if args.alpha > 0 and run.distiller in ("holistic", "hkd"):
         table.add_row("labels", "task loss", "", "the student's own", f"{args.alpha:g}", "")

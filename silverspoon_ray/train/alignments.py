@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,8 +13,8 @@ from silverspoon_ray.alignments.alignment import loss_from
 from silverspoon_ray.distillers import BaseDistiller, FeatureDistiller
 from silverspoon_ray.errors import ConfigError
 
-AlignmentSource = Mapping[str, Any] | Callable[[nn.Module, nn.Module], list[Alignment]]
-"""Keywords of ``create_alignments``, or ``make(teacher_structure, student)``, which returns the alignments."""
+AlignmentSource = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Callable[[nn.Module, nn.Module], list[Alignment]]
+"""Keywords of ``create_alignments``, several of them, or ``make(teacher_structure, student)``, which returns them."""
 
 MODELS = ("teacher_model", "student_model")
 
@@ -43,8 +43,17 @@ def check_alignments(
         )
     if callable(given) and not isinstance(given, Mapping):
         return
+    several = given if isinstance(given, list) else [given]
+    for keywords in several:
+        _check_keywords(keywords)
+    if teacher is not None and student is not None:
+        make_alignments(given, teacher, student)
+
+
+def _check_keywords(given: Any) -> None:
     if not isinstance(given, Mapping):
-        raise ConfigError("alignments", type(given).__name__, "a dict of create_alignments keywords, or a callable")
+        expected = "a dict of create_alignments keywords, a list of them, or a callable"
+        raise ConfigError("alignments", type(given).__name__, expected)
     known = [name for name in inspect.signature(create_alignments).parameters if name not in MODELS]
     for name, value in given.items():
         if name not in known:
@@ -59,14 +68,13 @@ def check_alignments(
     except ConfigError as error:
         key = f"loss_function_kwargs.{error.key}" if error.key in (keywords or {}) else "loss_function"
         raise ConfigError(f"alignments.{key}", error.value, error.expected) from error
-    if teacher is not None and student is not None:
-        create_alignments(teacher, student, **given)
 
 
 def make_alignments(given: AlignmentSource, teacher: nn.Module, student: nn.Module) -> list[Alignment]:
     """The alignments between a teacher (or its structure) and the student of this worker."""
-    if isinstance(given, Mapping):
-        return create_alignments(teacher, student, **given)
+    if not callable(given):
+        several = [given] if isinstance(given, Mapping) else given
+        return [a for keywords in several for a in create_alignments(teacher, student, **keywords)]
     made = given(teacher, student)
     if not isinstance(made, list) or not all(isinstance(alignment, Alignment) for alignment in made):
         raise ConfigError("alignments", given, "a callable that returns a list of Alignment objects")

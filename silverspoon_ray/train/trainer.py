@@ -62,8 +62,8 @@ class DistillationTrainer(TorchTrainer):
             arguments that makes one in the worker. Of a ``ray.data`` training set every worker gets a part; an
             evaluation set is read by all workers and divided between them by the Trainer.
         alignments: for ``"holistic"`` and ``"blockwise"``: a dict of ``create_alignments`` keywords (``modules``,
-            ``loss_function``, ...), or a callable ``make(teacher_structure, student)`` that returns them. They are
-            made in the workers; of a dedicated teacher only the structure is known there.
+            ``loss_function``, ...), a list of them, or a callable ``make(teacher_structure, student)`` that returns
+            alignments. They are made in the workers; of a dedicated teacher only the structure is known there.
         distiller_kwargs: the distiller's further keywords (``soft_loss_fn``, ``soft_loss_fn_kwargs``, ...).
         data_collator, processing_class, compute_metrics, callbacks: as for ``transformers.Trainer``; they travel to
             the workers.
@@ -115,7 +115,7 @@ class DistillationTrainer(TorchTrainer):
         if eval_dataset is None and str(checked.eval_strategy.value) != "no":
             raise ConfigError("args.eval_strategy", checked.eval_strategy.value, "'no', or pass an eval_dataset")
         structures: tuple[Any, Any] = (None, None)
-        if isinstance(alignments, Mapping):
+        if isinstance(alignments, Mapping | list):
             given = teacher.structure if isinstance(teacher, Teacher) else known_structure(teacher)
             structures = (given, known_structure(student))
         check_alignments(self.distiller, alignments, *structures)

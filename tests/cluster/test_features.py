@@ -128,9 +128,9 @@ def test_a_run(kind: str, tmp_path: Path) -> None:
 
 def aligned(teacher: torch.nn.Module, student: torch.nn.Module) -> list[Alignment]:
     assert all(p.device.type == "meta" for p in teacher.parameters()), "the worker has weights of the teacher"
-    made = create_alignments(teacher, student, MODULES, loss_function="cosine")
-    made[0].loss_weight = 3.0
-    return made
+    first, second = r"model\.layers\.1", r"model\.layers\.2"
+    made = create_alignments(teacher, student, {first: r"model\.layers\.0"}, loss_function="cosine", loss_weight=3.0)
+    return made + create_alignments(teacher, student, {second: r"model\.layers\.1"}, loss_function="cosine")
 
 
 def test_alignments_from_a_callable_and_a_stream_of_rows(tmp_path: Path) -> None:
@@ -185,6 +185,16 @@ def test_every_tensor_travels_once(kind: str, group: TeacherGroup) -> None:
     state = 4 * 6 * 32 * 4
     assert pending.nbytes == state * (3 if kind == "holistic" else 4)
     pending.release()
+
+
+def test_alignments_from_several_descriptions(tmp_path: Path) -> None:
+    """Two losses on one module, with weights."""
+    modules = {r"model\.layers\.2": r"model\.layers\.1"}
+    both = [{"modules": modules, "loss_weight": 2.0}, {"modules": modules, "loss_function": "cosine"}]
+    result = run(tmp_path, "holistic", args={"max_steps": 1, "eval_strategy": "no"}, alignments=both)
+    first = rows(result)[0]
+    parts = [value for key, value in first.items() if key.startswith("loss/")]
+    assert first["loss"] == pytest.approx(2 * parts[0] + parts[1], rel=1e-5)
 
 
 WRONG = {
