@@ -62,6 +62,7 @@ def validate(config: RunConfigFile) -> None:
         models = {key: hub.check_model(key, getattr(config, key)) for key in ("teacher", "student")}
         _check_distiller(config)
         _check_alignments(config)
+        _check_layout(config)
         _check_vocabulary(config, models, tokens)
 
 
@@ -295,6 +296,15 @@ def _check_distiller(config: RunConfigFile) -> None:
     for name in ("use_liger_kernel", "output_head_layer"):
         if given.get(name):
             raise NotYetError(f"distiller_kwargs.{name}", given[name], "not built yet, leave it out")
+
+
+def _check_layout(config: RunConfigFile) -> None:
+    from silverspoon_ray.teacher.layout import check_layout
+
+    placement = arguments_to_read(config).teacher_placement
+    if hasattr(placement, "num_devices") and placement.num_devices > 1:
+        with _below("args"):
+            check_layout(hub.meta_model("teacher", config.teacher), placement)
 
 
 def _check_alignments(config: RunConfigFile) -> None:

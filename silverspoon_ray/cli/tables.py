@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from silverspoon_ray.cli import hub
 from silverspoon_ray.cli.checks import arguments_to_read, data_files
@@ -28,6 +28,7 @@ def print_plan(run: RunConfigFile) -> None:
         _model_table(run),
         _alignment_table(run, args),
         _resource_table(run, args),
+        *_layout_tables(run, args),
         _data_table(run),
     )
 
@@ -118,6 +119,56 @@ def _resource_table(run: RunConfigFile, args: TrainingArguments) -> Table:
     add("student worker", scaling.num_workers, _worker_needs(scaling.use_gpu, scaling.resources_per_worker))
     table.add_row("sum", "", "", _amounts(total))
     return table
+
+
+def _layout_tables(run: RunConfigFile, args: TrainingArguments) -> list[Table]:
+    """Which device of the teacher holds what, and what its answers take on the wire."""
+    placement = args.teacher_placement
+    if not hasattr(placement, "replicas"):
+        return []
+    from silverspoon_ray.teacher.stages import parameter_bytes, plan_pipeline
+
+    teacher = hub.meta_model("teacher", run.teacher)
+    total = parameter_bytes(teacher)
+    table = _table("a replica of the teacher", "device", "holds", "weights")
+    if placement.num_devices == 1:
+        table.add_row("0", "the whole model", _size(total))
+    elif placement.strategy == "pp":
+        plan = plan_pipeline(teacher, placement.num_devices)
+        for stage in plan.stages:
+            edges = [*plan.before] if stage.number == 0 else []
+            edges += [*plan.after] if stage.number == len(plan.stages) - 1 else []
+            layers = stage.layers[0] + (f" to {stage.layers[-1]}" if len(stage.layers) > 1 else "")
+            table.add_row(f"stage {stage.number}", ", ".join([layers, *edges]), _size(stage.bytes))
+    else:
+        share = f"1/{placement.num_devices} of each layer"
+        for device in range(placement.num_devices):
+            table.add_row(f"rank {device}", share, _size(total // placement.num_devices))
+    tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * run.data.max_length
+    per_worker = tokens * _bytes_per_token(run, args, teacher)
+    wire = _table("answers on the wire", "per", "size")
+    wire.add_row("token", _size(_bytes_per_token(run, args, teacher)))
+    wire.add_row("step and student worker, at most", _size(per_worker))
+    return [table, wire]
+
+
+def _bytes_per_token(run: RunConfigFile, args: TrainingArguments, teacher: Any) -> int:
+    import torch
+
+    from silverspoon_ray.alignments.describe import feature_size
+    from silverspoon_ray.distillers.vocabulary import vocabulary_size
+    from silverspoon_ray.train.alignments import make_alignments
+
+    dtype = getattr(torch, args.teacher_wire_dtype) if args.teacher_wire_dtype else teacher.dtype
+    if run.alignments is None:
+        return (vocabulary_size(teacher.config) or 0) * dtype.itemsize
+    alignments = make_alignments(run.alignments, teacher, hub.meta_model("student", run.student))
+    blocks = {alignment.teacher_module_name: alignment.teacher_block for alignment in alignments}
+    states = sum(feature_size(block) or 0 for block in blocks.values())
+    if run.distiller in ("blockwise", "bkd"):
+        # A block's input is the output of the one before where that is aligned too; the first has one of its own.
+        states += feature_size(next(iter(blocks.values()))) or 0
+    return states * dtype.itemsize
 
 
 def _worker_needs(use_gpu: bool | None, resources: Mapping[str, float] | None) -> dict[str, float]:

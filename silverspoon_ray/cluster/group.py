@@ -18,9 +18,8 @@ from silverspoon_ray.cluster.layouts.ranks import TeacherLeader, TeacherRank
 from silverspoon_ray.cluster.resources import cluster_device_type, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
-from silverspoon_ray.teacher.distributed import check_tensor_parallel, layers_to_wrap
+from silverspoon_ray.teacher.layout import check_layout
 from silverspoon_ray.teacher.placement import TeacherPlacement
-from silverspoon_ray.teacher.stages import plan_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,10 @@ class TeacherGroup:
         deadline = time.monotonic() + placement.startup_timeout_s
         device_type = placement.device_type or cluster_device_type()
         bundle = device_bundle(placement, device_type)
-        check_layout(teacher, placement)
+        structure = known_structure(teacher)
+        if placement.strategy == "tp" and placement.num_devices > 1 and not isinstance(teacher, str):
+            structure = None  # a module or callable cannot be loaded part by part
+        check_layout(structure, placement)
         spec = TeacherSpec(
             source=None if isinstance(teacher, nn.Module) else teacher,
             module=ray.put(teacher) if isinstance(teacher, nn.Module) else None,
@@ -148,24 +150,6 @@ def device_bundle(placement: TeacherPlacement, device_type: str) -> dict[str, fl
         bundle[f"accelerator_type:{placement.accelerator_type}"] = 0.001
     bundle.update(placement.resources_per_device or {})
     return bundle
-
-
-def check_layout(teacher: Any, placement: TeacherPlacement) -> None:
-    """Refuse a layout that the teacher cannot have, as far as its structure is known without loading it.
-
-    Raises:
-        ConfigError: naming what would be right.
-    """
-    if placement.num_devices == 1:
-        return
-    structure = known_structure(teacher)
-    if placement.strategy == "tp":
-        loadable = structure if isinstance(teacher, str) else None
-        check_tensor_parallel(loadable, placement.num_devices)
-    elif structure is not None and placement.strategy == "pp":  # else the first stage will say it
-        plan_pipeline(structure, placement.num_devices, "teacher_placement.num_devices")
-    elif structure is not None:
-        layers_to_wrap(structure, placement.wrap_cls)
 
 
 def _start_replica(

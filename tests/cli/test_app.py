@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import types
@@ -18,7 +19,7 @@ from silverspoon_ray.cli import app
 from silverspoon_ray.cli.app import main
 from silverspoon_ray.errors import ConfigError, PlacementError
 from silverspoon_ray.train.text_data import PadCollator
-from tests.cli.conftest import run_tree, write_run
+from tests.cli.conftest import LLAMA, run_tree, write_run
 from tests.cli.head import RAY, ray_head
 from tests.support import llama
 
@@ -316,3 +317,35 @@ def test_a_submitted_job(workplace: Path, tmp_path_factory: pytest.TempPathFacto
         assert done.returncode == 1
         assert "error: CONFIG='run.yaml': a YAML file that can be read" in done.stdout + done.stderr
     assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize("strategy", ["pp", "tp", "sharded"])
+def test_check_shows_the_teachers_layout(strategy: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "teacher" / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 260}))
+    placement = f"args.teacher_placement={{strategy: {strategy}, num_devices: 2}}"
+    assert main(["check", "run.yaml", placement, "student.overrides.vocab_size=260"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    if strategy == "pp":
+        assert any(line.startswith("stage 0 model.layers.0, model.embed_tokens ") for line in lines), lines
+        assert any(line.startswith("stage 1 model.layers.1, lm_head, model.norm") for line in lines)
+    else:
+        assert [line for line in lines if line.startswith("rank 1 1/2 of each layer")]
+    assert f"token {4 * 260 / 1024:.4g} KiB" in lines
+
+
+LAYOUT_MISTAKES = [
+    ("{num_devices: 3}", "args.teacher_placement.num_devices=3", "at most 2"),
+    ("{strategy: tp, num_devices: 4}", "args.teacher_placement.num_devices=4", "num_attention_heads=2"),
+    ("{strategy: sharded, num_devices: 2, wrap_cls: Layer}", "args.teacher_placement.wrap_cls='Layer'", "LlamaDecoder"),
+    ("{num_devices: 2, wrap_cls: Layer}", "args.teacher_placement.wrap_cls='Layer'", "sharded"),
+]
+
+
+@pytest.mark.parametrize(("placement", "key", "said"), LAYOUT_MISTAKES, ids=[case[0] for case in LAYOUT_MISTAKES])
+def test_a_layout_that_cannot_be(
+    placement: str, key: str, said: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "run.yaml", f"args.teacher_placement={placement}"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: {key}: ")
+    assert said in line

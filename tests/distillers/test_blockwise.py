@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration
+from transformers.cache_utils import Cache
 
 import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, create_alignments
@@ -170,6 +171,18 @@ def test_arguments_are_the_students_own(name: str, twice: bool) -> None:
             for ours, theirs in pairs:
                 if isinstance(theirs, torch.Tensor):
                     assert torch.equal(ours, theirs), block
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart"])
+def test_no_cache_reaches_a_block(name: str) -> None:
+    """One that the block filled a moment ago would be there when it is trained."""
+    model, modules = MODELS[name]
+    pattern = next(iter(modules.values())).replace(r"\1", "(encoder|decoder)")
+    blocks = [a.student_block for a in create_alignments(model, model, pattern)]
+    ids = torch.ones(1, 4, dtype=torch.long)
+    batch = {"input_ids": ids, **({"decoder_input_ids": ids} if name in ("t5", "bart") else {})}
+    for call in Trunk(model, blocks).calls(model.forward, **batch, use_cache=True).values():
+        assert not [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Cache)]
 
 
 class Aside(nn.Module):

@@ -186,3 +186,33 @@ def test_how_projectors_begin(build: Any, init: Any) -> None:
     other = run(build, begin, learning_rate=0.0, seed=3)[0]
     same = torch.equal(first.alignments[0].output_projector.weight, other.alignments[0].output_projector.weight)
     assert same is callable(init)
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+@pytest.mark.parametrize("build", BUILDS, ids=IDS)
+def test_magnitude_aware_weighting(build: Any, per_block: bool) -> None:
+    """Each alignment is divided by its own magnitude, so that its scale does not matter; the logs show it as it is."""
+    if build is HolisticDistiller and per_block:
+        pytest.skip("holistic has one backward pass")
+    settings = {"per_device_train_batch_size": 8, "backward_per_block": per_block}
+
+    def without(number: int) -> Callable[[Any], None]:
+        def change(alignments: Any) -> None:
+            alignments[number].loss_weight = 0.0  # left out, its projectors' numbers would become the other's
+
+        return change
+
+    plain, _ = run(build, **settings)
+    built, weighed = run(build, magnitude_aware_weighting=True, **settings)
+    row, wanted_row = built.state.log_history[0], plain.state.log_history[0]
+    for key in ("loss", "loss/.model.layers.0", "loss/.model.layers.1"):
+        assert row[key] == pytest.approx(wanted_row[key], rel=1e-6)
+    single = [run(build, without(1 - number), **settings)[1] for number in (0, 1)]
+    losses = [row[f"loss/.model.layers.{number}"] for number in (0, 1)]
+    # The first layer learns from both alignments of a student that is trained whole; the second only from its own.
+    wanted = {key: single[1][key] / losses[1] for key in weighed if key.startswith(BLOCKS[1])}
+    first = {key: single[0][key] / losses[0] for key in weighed if key.startswith(BLOCKS[0])}
+    for key, value in first.items():
+        wanted[key] = value + single[1][key] / losses[1] if build is HolisticDistiller else value
+    for key, value in wanted.items():
+        torch.testing.assert_close(weighed[key], value, rtol=1e-3, atol=1e-5, msg=key)
