@@ -209,10 +209,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _check_placement(self) -> None:
         placement = self.teacher_placement
-        if placement is None or placement == "replicated":
+        if placement is None or placement in ("replicated", "sharded"):
             return
-        if placement == "sharded":
-            raise NotYetError("teacher_placement", "sharded", "not built yet, use None or a TeacherPlacement")
         if isinstance(placement, str):
             raise ConfigError(
                 "teacher_placement", placement, "None, 'replicated', 'sharded', a TeacherPlacement or a dict"

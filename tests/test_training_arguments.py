@@ -301,7 +301,6 @@ NOT_YET: list[tuple[str, Any]] = [
     ("teacher_top_k", 8),
     ("teacher_cache", "/a/cache"),
     ("teacher_transport", "collective"),
-    ("teacher_placement", "sharded"),
 ]
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.source import ModelSource, architecture_class
 from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 
 
@@ -82,6 +83,29 @@ def shard_over_ranks(
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model.eval()
+
+
+def shard_local(teacher: Any, ranks: int, device: torch.device) -> None:
+    """Spread a teacher that every student process holds over those processes; alone there is nothing to spread.
+
+    Each rank asks it about its own batches. All ranks ask equally often, because parameters are gathered together.
+
+    Args:
+        teacher: a ``LocalTeacher``.
+        ranks: the number of student processes.
+        device: this one's.
+
+    Raises:
+        ConfigError: the teacher is not in this process, or is the student itself.
+    """
+    if not isinstance(teacher, LocalTeacher):
+        raise ConfigError(
+            "teacher_placement", "sharded", "None for a TeacherGroup's handle: its placement says how it is laid out"
+        )
+    if ranks == 1:
+        return
+    teacher.structure  # noqa: B018  (remembered as it is in one piece)
+    shard_over_ranks(teacher.model, None, ranks, device)
 
 
 def gathered(answer: TeacherOutput, model: nn.Module, request: TeacherRequest, ranks: int) -> TeacherOutput:
