@@ -47,7 +47,8 @@ def own_tensors(model: nn.Module, plan: PipelinePlan, number: int) -> set[str]:
         number: the stage.
     """
     last = number == len(plan.stages) - 1
-    modules = [*plan.stages[number].layers, *(plan.before if number == 0 else ()), *(plan.after if last else ())]
+    modules = [*plan.stages[number].layers, *(plan.before if number == 0 else ())]
+    modules += [*plan.after, *plan.both] if last else []
     names = set()
     for name, module in modules_below(model, modules):
         names |= {f"{name}.{own}" for own, _ in (*module.named_parameters(recurse=False), *module._buffers.items())}
@@ -89,7 +90,8 @@ class PipelineStage:
             model.get_submodule(plan.layers[first + len(own)]).forward = self._stop
         if number > 0:
             for name in plan.before:
-                self._replace_by_shapes(name)
+                if not (self.is_last and name in plan.both):
+                    self._replace_by_shapes(name)
             model.get_submodule(own[0]).register_forward_pre_hook(self._enter, with_kwargs=True)
         if not self.is_last:
             for name in plan.after:

@@ -41,6 +41,8 @@ class PipelinePlan:
         layers: dotted names of all layers, in the order in which they run.
         before: modules outside the layers that the first stage holds (embeddings).
         after: those that the last stage holds (norm, head).
+        both: those among ``before`` that the last stage holds too. Where a module is defined does not say when it runs
+            (OPT defines its last norm before its layers); what is no embedding may run behind the layers.
         stages: in order.
     """
 
@@ -48,6 +50,7 @@ class PipelinePlan:
     layers: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
+    both: tuple[str, ...]
     stages: tuple[Stage, ...]
 
     def stage_of(self, module: str) -> int:
@@ -86,7 +89,8 @@ def plan_pipeline(model: nn.Module, num_stages: int, key: str = "num_devices") -
     before, after = _around(model, stack)
     weights = [parameter_bytes(model.get_submodule(layer)) for layer in layers]
     first = sum(parameter_bytes(model.get_submodule(name)) for name in before)
-    last = sum(parameter_bytes(model.get_submodule(name)) for name in after)
+    both = tuple(name for name in before if not _embeds(model.get_submodule(name)))
+    last = sum(parameter_bytes(model.get_submodule(name)) for name in (*after, *both))
     stages, start = [], 0
     for number, count in enumerate(balanced(weights, num_stages, first, last)):
         own = sum(weights[start : start + count])
@@ -94,7 +98,7 @@ def plan_pipeline(model: nn.Module, num_stages: int, key: str = "num_devices") -
         own += last if number == num_stages - 1 else 0
         stages.append(Stage(number, layers[start : start + count], own))
         start += count
-    return PipelinePlan(stack, layers, before, after, tuple(stages))
+    return PipelinePlan(stack, layers, before, after, both, tuple(stages))
 
 
 def balanced(weights: Sequence[int], parts: int, first: int = 0, last: int = 0) -> list[int]:
@@ -165,6 +169,12 @@ def _around(model: nn.Module, stack: str) -> tuple[tuple[str, ...], tuple[str, .
             else:
                 before.append(full)
     return tuple(before), tuple(after)
+
+
+def _embeds(module: nn.Module) -> bool:
+    """It makes hidden states out of the model's inputs, or holds another stack of layers."""
+    kinds = nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ModuleList | nn.Sequential
+    return any(isinstance(part, kinds) for part in module.modules())
 
 
 def _within(module: str, container: str) -> bool:
