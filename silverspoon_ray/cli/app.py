@@ -130,6 +130,7 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
         run.distiller,
         teacher=model_source(run.teacher),
         student=model_source(run.student),
+        teacher_kwargs=run.teacher.load,
         args=keywords,
         train_dataset=_dataset("train", run.data.train, run),
         eval_dataset=_dataset("eval", run.data.eval, run) if run.data.eval is not None else None,

@@ -36,6 +36,9 @@ class ModelSection(_Section):
     init: Literal["pretrained", "random"] = Field(default="pretrained", description="pretrained or random")
     overrides: dict[str, Any] = Field(default={}, description="configuration values to replace, with init: random")
     seed: int = Field(default=0, ge=0, description="a whole number, with init: random")
+    load: dict[str, Any] = Field(
+        default={}, description="of the teacher: keywords of from_pretrained, e.g. {dtype: bfloat16}"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -72,6 +72,10 @@ def meta_model(key: str, section: ModelSection) -> Any:
 
 
 def check_model_directory(key: str, section: ModelSection) -> None:
+    if section.load and (key != "teacher" or section.init == "random"):
+        raise ConfigError(
+            f"{key}.load", section.load, "nothing; only a teacher with saved weights is loaded with keywords"
+        )
     if section.init == "pretrained":
         for name in ("overrides", "seed"):
             if getattr(section, name):

@@ -75,11 +75,11 @@ def _by_name(
     if getattr(config, "quantization_config", None) is not None:
         return None, "its weights are quantised"
     model_class = architecture_class(config, path)
-    dtype = load_kwargs.get("dtype", load_kwargs.get("torch_dtype")) or getattr(config, "dtype", None)
+    dtype = _dtype(load_kwargs.get("dtype", load_kwargs.get("torch_dtype")), config)
     options = {"attn_implementation": load_kwargs.get("attn_implementation")}
     with init_empty_weights(include_buffers=False):
         model: nn.Module = model_class._from_config(config, **{k: v for k, v in options.items() if v is not None})
-    if getattr(model, "_keep_in_fp32_modules", None) and dtype not in (None, "auto", torch.float32):
+    if getattr(model, "_keep_in_fp32_modules", None) and dtype not in (None, torch.float32):
         return None, "it keeps some modules in float32"
     aliases = dict(getattr(model, "all_tied_weights_keys", None) or {})
     saved_buffers = {name for name in model.state_dict() if name not in dict(model.named_parameters())}
@@ -94,8 +94,14 @@ def _by_name(
                 return None, f"{name} has another name in the file"
             found = other
         wanted[name] = str(found)
-    _read(model, wanted, files, device, dtype if isinstance(dtype, torch.dtype) else None)
+    _read(model, wanted, files, device, dtype)
     return model, ""
+
+
+def _dtype(given: Any, config: Any) -> torch.dtype | None:
+    """What ``from_pretrained`` makes of its ``dtype``; None: as it is in the file."""
+    chosen = getattr(config, "dtype", None) if given in (None, "auto") else given
+    return getattr(torch, chosen.removeprefix("torch.")) if isinstance(chosen, str) else chosen
 
 
 def _read(

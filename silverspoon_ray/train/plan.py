@@ -36,6 +36,7 @@ class WorkerPlan:
         arguments: keywords of TrainingArguments.
         student: where the student comes from.
         teacher: a handle, or where a teacher of this worker's own comes from.
+        teacher_kwargs: keywords of ``from_pretrained`` for that one.
         datasets: by name (``"train"``, ``"eval"``): a zero-argument callable, a shipped dataset, or None for a
             ``ray.data`` shard.
         ray_data_rows: by name, rows in the whole ``ray.data`` dataset where they had to be counted.
@@ -54,6 +55,7 @@ class WorkerPlan:
     datasets: Mapping[str, Any]
     ray_data_rows: Mapping[str, int] = field(default_factory=dict)
     distiller_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    teacher_kwargs: Mapping[str, Any] = field(default_factory=dict)
     alignments: Any = None
     example: Mapping[str, Any] | None = None
     resume_from_checkpoint: str | None = None
@@ -66,9 +68,9 @@ def ship_model(source: ModelSource) -> ModelSource | Shipped:
     return Shipped.put(source) if isinstance(source, nn.Module) else source
 
 
-def unpack_model(source: ModelSource | Shipped, key: str) -> nn.Module:
-    """Build the model in this process."""
+def unpack_model(source: ModelSource | Shipped, key: str, **load_kwargs: Any) -> nn.Module:
+    """Build the model in this process; keywords are those of ``from_pretrained``."""
     if isinstance(source, Shipped):
         model: nn.Module = source.get()
         return model
-    return build_model(source, key)
+    return build_model(source, key, **load_kwargs)

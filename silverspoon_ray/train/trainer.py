@@ -72,6 +72,8 @@ class DistillationTrainer(TorchTrainer):
             last checkpoint there.
         torch_config: as for ``TorchTrainer``.
         resume_from_checkpoint: a Hugging Face checkpoint directory, or a ``ray.train.Checkpoint`` of an earlier run.
+        teacher_kwargs: keywords of ``from_pretrained`` for a teacher that is a directory or hub id (``dtype``,
+            ``attn_implementation``, ``quantization_config``, ...).
 
     Raises:
         ConfigError: something cannot work; before any device is taken.
@@ -99,6 +101,7 @@ class DistillationTrainer(TorchTrainer):
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         resume_from_checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+        teacher_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.distiller = distiller_class(distiller)
         self.arguments, checked = arguments_on_driver(args)
@@ -120,6 +123,10 @@ class DistillationTrainer(TorchTrainer):
             structures = (given, known_structure(student))
         check_alignments(self.distiller, alignments, *structures)
         self.alignments = alignments
+        self.teacher_kwargs = dict(teacher_kwargs or {})
+        if self.teacher_kwargs and not isinstance(teacher, str | os.PathLike):
+            expected = "None: only a teacher that is a directory or hub id is loaded with keywords"
+            raise ConfigError("teacher_kwargs", self.teacher_kwargs, expected)
         self.teacher = located(teacher)
         self.student = located(student)
         self.distiller_kwargs = dict(distiller_kwargs or {})
@@ -182,7 +189,7 @@ class DistillationTrainer(TorchTrainer):
             if isinstance(teacher, Teacher):
                 pass
             elif self.placement is not None:
-                group = TeacherGroup.create(teacher, self.placement)
+                group = TeacherGroup.create(teacher, self.placement, **self.teacher_kwargs)
                 teacher = group.handle
                 for replica in group.stats():
                     logger.info("teacher replica %s: pid %s", replica["rank"], replica["pid"])
@@ -217,6 +224,7 @@ class DistillationTrainer(TorchTrainer):
             arguments=self._arguments_of_workers(),
             student=ship_model(self.student),
             teacher=teacher,
+            teacher_kwargs=self.teacher_kwargs,
             datasets={name: ship_dataset(given) for name, given in self._given_datasets.items()},
             ray_data_rows=rows,
             distiller_kwargs=self.distiller_kwargs,

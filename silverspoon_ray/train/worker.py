@@ -53,7 +53,9 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
     scratch = Path(tempfile.gettempdir()) / f"silverspoon_ray-{os.getuid()}" / plan.run_key
     args = worker_arguments(plan, scratch, on_gpu)
     student = unpack_model(plan.student, "student")
-    teacher = plan.teacher if isinstance(plan.teacher, Teacher) else unpack_model(plan.teacher, "teacher")
+    teacher = plan.teacher
+    if not isinstance(teacher, Teacher):
+        teacher = unpack_model(teacher, "teacher", **plan.teacher_kwargs)
     kwargs = dict(plan.distiller_kwargs)
     if plan.alignments is not None:
         structure = teacher if isinstance(teacher, torch.nn.Module) else teacher.structure

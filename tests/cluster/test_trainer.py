@@ -393,3 +393,24 @@ def test_vocabularies_are_compared_before_any_device_is_taken(tmp_path: Path) ->
 def test_a_name_alone_stores_under_output_dir(tmp_path: Path) -> None:
     assert make(tmp_path, run_config=RunConfig(name="x")).run_config.storage_path == str(tmp_path / "out")
     assert make(tmp_path).run_config.storage_path == str(tmp_path / "storage")
+
+
+@pytest.mark.parametrize("dedicated", [True, False])
+def test_how_the_teacher_is_loaded(dedicated: bool, tmp_path: Path) -> None:
+    """In half the bytes, where the run says so."""
+    TEACHER().save_pretrained(tmp_path / "teacher")
+    placement = {"teacher_placement": {}} if dedicated else {}
+    args = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no", "alpha": 0.0, **placement}
+    losses = []
+    for keywords in ({}, {"dtype": "bfloat16"}):
+        trainer = make(tmp_path, str(keywords), args=args, teacher=str(tmp_path / "teacher"), teacher_kwargs=keywords)
+        result = trainer.fit()
+        losses.append(result.metrics_dataframe["loss"].dropna().tolist())
+        if dedicated:
+            assert trainer.teacher_stats is not None
+            whole = sum(p.numel() * (2 if keywords else 4) for p in TEACHER().parameters())
+            assert trainer.teacher_stats[0]["weight_bytes"] == whole
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    with pytest.raises(ConfigError, match="teacher_kwargs"):
+        make(tmp_path, teacher_kwargs={"dtype": "bfloat16"})

@@ -29,9 +29,15 @@ class Own(ResponseBasedDistiller):
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("response_based", ResponseBasedDistiller), ("reskd", ResponseBasedDistiller), (Own, Own)]
-    + [("holistic", HolisticDistiller), ("hkd", HolisticDistiller)]
-    + [("blockwise", BlockwiseDistiller), ("bkd", BlockwiseDistiller)],
+    [
+        ("response_based", ResponseBasedDistiller),
+        ("reskd", ResponseBasedDistiller),
+        ("holistic", HolisticDistiller),
+        ("hkd", HolisticDistiller),
+        ("blockwise", BlockwiseDistiller),
+        ("bkd", BlockwiseDistiller),
+        (Own, Own),
+    ],
 )
 def test_names(name: Any, wanted: type) -> None:
     assert distiller_class(name) is wanted

@@ -126,6 +126,19 @@ def test_only_its_own_tensors_are_read(tmp_path: Path, caplog: pytest.LogCapture
     assert all(torch.equal(b, model.get_buffer(name)) for name, b in part.named_buffers())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, "auto", None])
+def test_loading_keywords(dtype: Any, tmp_path: Path) -> None:
+    llama(3, 16, 4).to(torch.bfloat16).save_pretrained(tmp_path)
+    keywords = {} if dtype is None else {"dtype": dtype}
+    whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **keywords)
+    own = own_tensors(whole, plan_pipeline(whole, 2), 1)
+    part = load_part(str(tmp_path), own, CPU, **keywords)
+    for name in own - {n for n, _ in whole.named_buffers()}:
+        assert torch.equal(part.get_parameter(name), whole.get_parameter(name))
+        assert part.get_parameter(name).dtype == whole.get_parameter(name).dtype
+    assert all(b.dtype == whole.get_buffer(name).dtype for name, b in part.named_buffers())
+
+
 def test_names_that_are_translated_fall_back_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = vit(3, 16, 4)
     model.save_pretrained(tmp_path)
