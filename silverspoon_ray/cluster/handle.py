@@ -22,6 +22,11 @@ from silverspoon_ray.teacher.stages import PipelinePlan
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
+PING_TIMEOUT_S = 5.0
+
+
+class AnswerLateError(TeacherError):
+    """The answer did not come in time."""
 
 
 class AnswerLostError(TeacherError):
@@ -134,6 +139,21 @@ class TeacherHandle:
             self._outstanding[rank].update(refs[-1:])
         return refs, rank, self._submitted
 
+    def silent(self, rank: int) -> str:
+        """Which processes of a replica do not answer, in words: they are gone, or busy."""
+        replica = self.replicas[rank]
+        pings = {worker.ping.remote(): number for number, worker in enumerate(replica)}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_TIMEOUT_S)
+        # A ping to a process that is gone for good comes back at once, as an error.
+        alive = {pings[ref] for ref in answered if not _failed(ref)}
+        kind = "stage" if self.plan is not None else "rank"
+        names = [f"{kind} {number} of {len(replica)}" for number in range(len(replica)) if number not in alive]
+        if not names:
+            return "all of its processes are alive"
+        if len(replica) == 1:
+            names = ["its process"]
+        return f"{', '.join(names)} did not answer within {PING_TIMEOUT_S:g} s either: gone with its node, or busy"
+
     def finished(self, refs: Sequence[ray.ObjectRef], rank: int) -> None:
         """The answer has been fetched; its references are not to be kept alive for counting."""
         self._outstanding[rank].difference_update(refs)
@@ -185,6 +205,13 @@ class RemoteAnswer:
         return self._result()
 
     def _result(self) -> TeacherOutput:
+        try:
+            return self._fetched()
+        except AnswerLateError as error:
+            silent = self.handle.silent(self.rank)
+            raise TeacherError(f"{error.reason}; {silent}", rank=self.rank, batch=self.described) from None
+
+    def _fetched(self) -> TeacherOutput:
         assert self._refs is not None, "released answers cannot be read"
         what, limit = "the teacher's answer", self.handle.timeout_s
         parts: list[Any] = get(self._refs, limit, what, self.rank, self.described)
@@ -247,12 +274,20 @@ def get(ref: Any, timeout_s: float, what: str, rank: int | None = None, batch: s
             raise cause from None
         raise TeacherError(f"{what} failed: {cause!r}", rank=rank, batch=batch, remote_traceback=str(error)) from None
     except GetTimeoutError:
-        raise TeacherError(f"{what} did not come within {timeout_s:g} s", rank=rank, batch=batch) from None
+        raise AnswerLateError(f"{what} did not come within {timeout_s:g} s", rank=rank, batch=batch) from None
     except RayActorError as error:
         reason = f"{what} will not come: the teacher's process died and was not brought back ({error})"
         raise TeacherError(reason, rank=rank, batch=batch) from None
     except RayError as error:
         raise AnswerLostError(f"{what} was lost: {first_line(error)}", rank=rank, batch=batch) from None
+
+
+def _failed(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref, timeout=PING_TIMEOUT_S)
+    except RayError:
+        return True
+    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -72,6 +72,9 @@ class TeacherWorker:
         self._loaded()
         return self.stats()
 
+    def ping(self) -> None:
+        """Answers at once, unless the process is gone or busy."""
+
     def plan(self) -> PipelinePlan | None:
         """How the model is cut into stages; None where it is not."""
         return None
