@@ -38,9 +38,9 @@ EVALUATIONS = [
         ("t5", ("blockwise", "own", 0.0)),
         ("vit", ("holistic", "cosine", 0.0)),
     )
-    for size in (11, 13, 3, 1)
+    for size in (11, 1)
 ]
-"""(kind, objective, size of the set); of 3 or 1 samples one rank has none."""
+"""(kind, objective, size of the set); of 1 sample one rank has none."""
 AUTOMATIC: dict[str, tuple[str, dict[str, Any]]] = {
     "holistic": ("holistic", {}),
     "holistic-alpha": ("holistic", {"alpha": 0.4}),

@@ -110,20 +110,19 @@ def test_refused_resources(amount: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "key", "value"),
+    "keywords",
     [
-        ({"strategy": "tp"}, "strategy", "tp"),
-        ({"strategy": "sharded"}, "strategy", "sharded"),
-        ({"strategy": "sharded", "wrap_cls": "LlamaDecoderLayer"}, "strategy", "sharded"),
+        {"strategy": "tp", "num_devices": 2},
+        {"strategy": "sharded", "num_devices": 2, "wrap_cls": "LlamaDecoderLayer"},
+        {"num_devices": 3, "replicas": 2},
+        {"teacher_only_devices": [0, 1, 2]},
     ],
     ids=str,
 )
-def test_not_built_yet(keywords: dict[str, Any], key: str, value: Any) -> None:
-    with pytest.raises(NotYetError) as refused:
-        TeacherPlacement(**keywords)
-    assert refused.value.key == f"teacher_placement.{key}"
-    assert refused.value.value == value
-    assert "not built yet" in str(refused.value)
+def test_layouts(keywords: dict[str, Any]) -> None:
+    placement = TeacherPlacement(**keywords)
+    assert placement.num_devices == len(keywords.get("teacher_only_devices", "x" * keywords.get("num_devices", 0)))
+    assert TeacherPlacement.from_value(keywords) == placement
 
 
 @pytest.mark.parametrize("value", ["pp", 3, [1], None])
