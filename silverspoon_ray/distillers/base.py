@@ -72,8 +72,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             raise ConfigError(
                 "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
             )
-        if args.backward_per_block and not self.backward_per_block_works:
-            raise ConfigError("backward_per_block", True, f"False; {type(self).__name__} has one backward pass for all")
+        self.check_arguments(args)
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
         if not self.label_names and args.label_names is None:
@@ -120,6 +119,16 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             self.accelerator.dataloader_config.dispatch_batches = False
 
         self.stream = self.teacher.open(self.teacher_request())
+
+    @classmethod
+    def check_arguments(cls, args: TrainingArguments) -> None:
+        """Refuse arguments that this distiller cannot work with, before it has models or devices.
+
+        Raises:
+            ConfigError: naming the argument.
+        """
+        if args.backward_per_block and not cls.backward_per_block_works:
+            raise ConfigError("backward_per_block", True, f"False; {cls.__name__} has one backward pass for all")
 
     # ---- for subclasses ------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from silverspoon_ray.distillers.task_loss import counted_labels
 from silverspoon_ray.distillers.terms import LossTerm
 from silverspoon_ray.errors import AlignmentError, ConfigError
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,6 @@ class FeatureDistiller(BaseDistiller):
         self._gradient_norms: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         super().__init__(alignments=self.alignments, **kwargs)
-        if self.args.torch_compile:
-            raise ConfigError("torch_compile", True, "False; what is captured changes between calls")
         self.names = self._unique_names()
         self.grid_rule = GridRule(self.args.distill_mask, self.position_rule, self.traits.encoder_decoder)
         self._make_projectors()
@@ -83,6 +82,12 @@ class FeatureDistiller(BaseDistiller):
                 if isinstance(handler, DistributedDataParallelKwargs):
                     handler.find_unused_parameters = True
         return made
+
+    @classmethod
+    def check_arguments(cls, args: TrainingArguments) -> None:
+        super().check_arguments(args)
+        if args.torch_compile:
+            raise ConfigError("torch_compile", True, "False; what is captured changes between calls")
 
     # ---- which modules -------------------------------------------------------------------
 

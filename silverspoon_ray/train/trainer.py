@@ -105,6 +105,7 @@ class DistillationTrainer(TorchTrainer):
     ) -> None:
         self.distiller = distiller_class(distiller)
         self.arguments, checked = arguments_on_driver(args)
+        self.distiller.check_arguments(checked)
         self.placement: TeacherPlacement | None = (
             checked.teacher_placement if isinstance(checked.teacher_placement, TeacherPlacement) else None
         )
