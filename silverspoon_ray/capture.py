@@ -62,6 +62,10 @@ class ModuleCaptureEngine:
     ) -> None:
         self.model = model
         self.modules_to_capture = list(modules_to_capture)
+        inside = set(model.modules())
+        for module in self.modules_to_capture:
+            if not isinstance(module, nn.Module) or module not in inside:
+                raise ConfigError("modules_to_capture", type(module).__name__, "modules of the model itself")
         self.deepcopy_captured_args_and_kwargs = deepcopy_captured_args_and_kwargs
         self.output_callback = output_callback
         self.detach_outputs = detach_outputs

@@ -104,6 +104,9 @@ class Alignment:
         self.shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """Shapes of the teacher's and the student's features for one sample, once they have been seen."""
 
+    def __repr__(self) -> str:
+        return f"Alignment({self.teacher_module_name!r} -> {self.student_module_name!r}, {self.loss_name!r})"
+
     def get_name(self) -> str:
         """``<student model>.<student module>``: the key of this alignment in logs and checkpoints."""
         return f"{self.student_model_name}.{self.student_module_name}"
@@ -218,7 +221,12 @@ class Alignment:
             teacher = teacher.to(student.dtype)
         if teacher_is_shared and not self._loss_is_ours:
             teacher = teacher.clone()
-        value = self._called(student, teacher, mask)
+        try:
+            value = self._called(student, teacher, mask)
+        except (RuntimeError, ConfigError) as error:
+            shapes = f"features {tuple(student.shape)} of the student and {tuple(teacher.shape)} of the teacher"
+            reason = error.expected if isinstance(error, ConfigError) else str(error)
+            raise AlignmentError("alignment", self.get_name(), f"a loss that can take {shapes}; {reason}") from error
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
             what = (
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -260,6 +268,14 @@ def loss_from(loss_function: str | LossFunction | None, kwargs: Mapping[str, Any
     Raises:
         ConfigError: an unknown name or keyword, or something that is no loss.
     """
+    for key, value in (kwargs or {}).items():
+        if _has_no_memory(value):
+            raise ConfigError(
+                f"loss_function_kwargs.{key}",
+                type(value).__name__,
+                "weights that are in this process; of a dedicated teacher only the structure is here. Load that weight "
+                "from the teacher's directory, or keep the teacher in the student's process",
+            )
     if loss_function is None or isinstance(loss_function, str):
         return get_loss_function(loss_function or "mse", **dict(kwargs or {}))
     if not callable(loss_function):
@@ -269,6 +285,11 @@ def loss_from(loss_function: str | LossFunction | None, kwargs: Mapping[str, Any
 
         return functools.partial(loss_function, **kwargs)
     return loss_function
+
+
+def _has_no_memory(value: Any) -> bool:
+    tensors = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+    return any(isinstance(tensor, torch.Tensor) and tensor.device.type == "meta" for tensor in tensors)
 
 
 def _check_number(key: str, value: Any, expected: str) -> None:

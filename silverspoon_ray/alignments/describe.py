@@ -15,6 +15,9 @@ HEADINGS = ("teacher", "student", "features", "loss", "weight", "projectors")
 class AlignmentList(list[Alignment]):
     """A list of alignments that can describe itself."""
 
+    def __add__(self, other: list[Alignment]) -> AlignmentList:  # type: ignore[override]
+        return AlignmentList([*self, *other])
+
     def describe(self) -> str:
         """Print pairs, shapes, losses and projectors as a table; the text is returned too."""
         text = described(self)

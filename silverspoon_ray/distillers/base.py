@@ -128,7 +128,26 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             ConfigError: naming the argument.
         """
         if args.backward_per_block and not cls.backward_per_block_works:
-            raise ConfigError("backward_per_block", True, f"False; {cls.__name__} has one backward pass for all")
+            raise ConfigError("backward_per_block", True, f"must be False; {cls.__name__} has one backward pass")
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's.
+
+        Raises:
+            ConfigError: every parameter of the student is frozen.
+        """
+        self.check_trainable()
+        return super().train(*args, **kwargs)
+
+    def check_trainable(self) -> None:
+        """Refuse a student that cannot learn."""
+        count = sum(1 for _ in self.model.parameters())
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ConfigError(
+                "student_model",
+                type(self.student_model).__name__,
+                f"a student with parameters that learn; all {count} are frozen",
+            )
 
     # ---- for subclasses ------------------------------------------------------------------
 

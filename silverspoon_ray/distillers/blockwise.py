@@ -15,6 +15,7 @@ from silverspoon_ray.capture import version_of
 from silverspoon_ray.distillers.base import PrepareInputs
 from silverspoon_ray.distillers.features import FeatureDistiller
 from silverspoon_ray.distillers.loading_students import run_block
+from silverspoon_ray.distillers.optimizers import parameters_of
 from silverspoon_ray.distillers.students import StudentModels, save_named_students, the_student
 from silverspoon_ray.distillers.terms import LossTerm, weighted
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk, overridden_forward
@@ -96,6 +97,11 @@ class BlockwiseDistiller(FeatureDistiller):
     @property
     def alpha(self) -> float:
         return 0.0
+
+    def check_trainable(self) -> None:
+        for name, alignment in zip(self.names, self.alignments, strict=True):
+            if not parameters_of(alignment):
+                raise ConfigError("student_block", name, "a block with parameters that learn; all of its are frozen")
 
     def teacher_request(self) -> TeacherRequest:
         """Outputs and inputs of the aligned blocks; what is one's output and another's input travels once."""

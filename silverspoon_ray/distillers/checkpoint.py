@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.files import write_whole
 from silverspoon_ray.models.saved import load_saved, names_differ
 from silverspoon_ray.teacher.random_stream import state_from_json, state_to_json
 from silverspoon_ray.training_arguments import TrainingArguments
+
+logger = logging.getLogger(__name__)
 
 ARGUMENTS_FILE = "training_args.json"
 PICKLED_ARGUMENTS_FILE = "training_args.bin"
@@ -26,6 +31,21 @@ class SafeCheckpoints(Trainer):
     """The data's random state after the last batch that was learned from."""
 
     _resume_position: dict[str, Any] | None = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trainer's; but a run that resumes where it had ended is done, where Trainer would train one more step."""
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        state_file = Path(checkpoint) / "trainer_state.json" if isinstance(checkpoint, str | os.PathLike) else None
+        if state_file is not None and self.args.max_steps > 0 and state_file.is_file():
+            state = TrainerState.load_from_json(str(state_file))
+            if state.global_step >= self.args.max_steps:
+                logger.warning("The run is at step %d of %d already.", state.global_step, self.args.max_steps)
+                self._load_from_checkpoint(str(checkpoint))
+                self.state = state
+                return TrainOutput(state.global_step, float("nan"), {})
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)

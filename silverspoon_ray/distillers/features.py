@@ -14,7 +14,7 @@ from accelerate import DistributedDataParallelKwargs
 from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
-from silverspoon_ray.alignments.describe import described
+from silverspoon_ray.alignments.describe import described, loss_label
 from silverspoon_ray.alignments.projector_files import PROJECTORS_FILE, save_projectors
 from silverspoon_ray.alignments.selector import OutputSelector
 from silverspoon_ray.distillers.attached import attach_projectors, attached_projectors, projector_state
@@ -58,7 +58,11 @@ class FeatureDistiller(BaseDistiller):
             raise ConfigError("alignments", alignments, "at least one Alignment; create_alignments makes them")
         for alignment in self.alignments:
             if not isinstance(alignment, Alignment):
-                raise ConfigError("alignments", type(alignment).__name__, "Alignment objects")
+                raise ConfigError(
+                    "alignments",
+                    type(alignment).__name__,
+                    "a list of Alignment, as create_alignments makes it (DistillationTrainer takes its keywords)",
+                )
         self._gradient_norms: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         super().__init__(alignments=self.alignments, **kwargs)
@@ -87,7 +91,7 @@ class FeatureDistiller(BaseDistiller):
     def check_arguments(cls, args: TrainingArguments) -> None:
         super().check_arguments(args)
         if args.torch_compile:
-            raise ConfigError("torch_compile", True, "False; what is captured changes between calls")
+            raise ConfigError("torch_compile", True, "must be False; what is captured changes between calls")
 
     # ---- which modules -------------------------------------------------------------------
 
@@ -124,16 +128,20 @@ class FeatureDistiller(BaseDistiller):
                 raise AlignmentError("teacher_module_name", alignment.teacher_module_name, "a module of the teacher")
             found = dict(self.student_model.named_modules()).values()
             if not any(module is alignment.student_block for module in found):
-                raise AlignmentError(
-                    "student_block", alignment.get_name(), "a module of the student that is trained, not of another"
-                )
+                expected = "a module of the student that is trained, not of another"
+                if any(alignment.student_block is module for model in teachers for module in model.modules()):
+                    expected += "; it is the teacher's: are student_model and teacher_model in each other's place?"
+                raise AlignmentError("student_block", alignment.get_name(), expected)
 
     def _unique_names(self) -> list[str]:
         names: list[str] = []
         for alignment in self.alignments:
-            name, number = alignment.get_name(), 2
+            plain = name = alignment.get_name()
+            if name in names:
+                name = plain = f"{name}#{loss_label(alignment)}"
+            number = 2
             while name in names:
-                name, number = f"{alignment.get_name()}#{number}", number + 1
+                name, number = f"{plain}#{number}", number + 1
             names.append(name)
         return names
 

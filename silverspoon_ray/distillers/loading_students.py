@@ -20,7 +20,7 @@ from silverspoon_ray.teacher.inputs import TeacherInputs
 
 
 def load_student_weights_from_checkpoint(
-    student_model: nn.Module, checkpoint_dir: str | os.PathLike[str], student_model_name: str, strict: bool = True
+    student_model: nn.Module, checkpoint_dir: str | os.PathLike[str], student_model_name: str = "", strict: bool = True
 ) -> dict[str, list[str]]:
     """Load a trained student's weights into a model of its architecture.
 
@@ -57,13 +57,14 @@ def load_student_with_projectors_from_checkpoint(
     Args:
         teacher_model: changed in place.
         checkpoint_dir: a checkpoint of a blockwise run.
-        student_model_name: as the alignments name it (``student_model_name``).
+        student_model_name: as the alignments name it: what its model was loaded from (``name_or_path``), ``""`` for one
+            that was built in code. Of a run with one student it need not match.
         student_model: of the student's architecture; its weights are loaded.
         device: where everything goes; None: where the teacher is.
 
     Returns:
-        ``teacher_model``. Its forward also runs the student's embeddings and masks, from which blocks take their other
-        arguments. It does not use a cache of keys and values.
+        ``teacher_model``, which cannot be saved like this. Its forward also runs the student's embeddings and masks,
+        from which blocks take their other arguments. It does not use a cache of keys and values.
 
     Raises:
         ConfigError: it is no such checkpoint, or does not fit the models.
@@ -78,6 +79,8 @@ def load_student_with_projectors_from_checkpoint(
             "load_student_weights_from_checkpoint",
         )
     entries = [entry for entry in description["alignments"] if entry["student_model"] == student_model_name]
+    if not entries and len({entry["student_model"] for entry in description["alignments"]}) == 1:
+        entries = description["alignments"]
     if not entries:
         known = sorted({entry["student_model"] for entry in description["alignments"]})
         raise ConfigError("student_model_name", student_model_name, f"one of {', '.join(map(repr, known))}")
@@ -100,7 +103,16 @@ def load_student_with_projectors_from_checkpoint(
     for settings in (getattr(teacher_model, "config", None), getattr(teacher_model, "generation_config", None)):
         if settings is not None and hasattr(settings, "use_cache"):
             settings.use_cache = False
+    teacher_model.save_pretrained = _refuse_to_save  # type: ignore[assignment]
     return teacher_model.train(student_model.training)
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "save_pretrained",
+        "teacher with blocks of a student",
+        "the student and its checkpoint; no from_pretrained could load this mixture",
+    )
 
 
 class ProjectedBlock(nn.Module):

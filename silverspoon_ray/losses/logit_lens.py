@@ -33,8 +33,9 @@ class LogitLensKLLoss:
     """KL divergence of the teacher's and the student's hidden states behind one output head.
 
     Attributes:
-        output_head: module from [..., D] to logits [..., V], row by row. Its parameters get a gradient from the
-            student's side; freeze them if they should not learn. It is called in the dtype of its parameters.
+        output_head: module from [..., D] to logits [..., V], row by row; D is the teacher's width, to which features of
+            the student are projected first, so that it is normally the teacher's head. Its parameters get a gradient
+            from the student's side; freeze them if they should not learn. It is called in the dtype of its parameters.
         temperature: T, finite and > 0.
 
     Raises:

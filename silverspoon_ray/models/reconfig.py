@@ -99,6 +99,7 @@ def new_model(
     config.name_or_path = os.fspath(name_or_path)
     for key, value in (fixed or {}).items():
         setattr(config, key, value)
+    _check_heads(config)
     try:
         if hasattr(config, "validate"):
             config.validate()
@@ -110,6 +111,13 @@ def new_model(
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
     return new
+
+
+def _check_heads(config: Any) -> None:
+    """Key-value heads are shared by equal groups of heads; a model with other numbers is built, but cannot run."""
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise ConfigError("diff.num_key_value_heads", shared, f"a number that divides num_attention_heads={heads}")
 
 
 def _change(config: Any, diff: Mapping[str, Any], path: str, layers: Sequence[int] | None) -> None:

@@ -52,6 +52,9 @@ def train_worker(config: dict[str, Any]) -> dict[str, Any]:
 
     scratch = Path(tempfile.gettempdir()) / f"silverspoon_ray-{os.getuid()}" / plan.run_key
     args = worker_arguments(plan, scratch, on_gpu)
+    # What is made before the Trainer seeds (a student from a callable, a loss's own projection) is the same on every
+    # rank and after every restart.
+    transformers.set_seed(args.seed)
     student = unpack_model(plan.student, "student")
     teacher = plan.teacher
     if not isinstance(teacher, Teacher):

@@ -275,7 +275,7 @@ def test_a_module_under_two_names() -> None:
         args=training_arguments(silverspoon_ray, max_steps=2, remove_unused_columns=False),
     )
     rows = trained(built)
-    assert rows[0]["loss/.first"] == rows[0]["loss/.first#2"] > 0
+    assert rows[0]["loss/.first"] == rows[0]["loss/.first#mse"] > 0
     assert rows[0]["loss"] == pytest.approx(2 * rows[0]["loss/.first"])
 
 

@@ -188,3 +188,31 @@ def test_projectors_of_other_alignments_are_refused(tmp_path: Path) -> None:
     (checkpoint / "projectors.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"projectors\.safetensors"):
         trained(SETTINGS["holistic"].build(tmp_path / "again"), resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+def test_a_run_that_is_done_stays_as_it_is(steps: int, tmp_path: Path) -> None:
+    """Trainer itself would train one step more each time it resumes a run that ended in the middle of an epoch."""
+    student = kinds.llama(0, 1)
+
+    def build() -> Any:
+        teacher = kinds.llama(5, 2)
+        arguments = training_arguments(
+            silverspoon_ray, max_steps=steps, output_dir=str(tmp_path), save_strategy="steps", save_steps=2
+        )
+        return HolisticDistiller(
+            student,
+            teacher,
+            create_alignments(teacher, student, {r"model\.layers\.1": r"model\.layers\.0"}),
+            train_dataset=KINDS["llama"].data(40, 1),
+            data_collator=Collator("llama"),
+            args=arguments,
+        )
+
+    first = trained(build())
+    weights = {name: value.clone() for name, value in student.state_dict().items()}
+    again = build()
+    assert again.train(resume_from_checkpoint=True).global_step == steps
+    losses = [[row["loss"] for row in history if "loss" in row] for history in (first, again.state.log_history)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, weights[name]) for name, value in student.state_dict().items())
