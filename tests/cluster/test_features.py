@@ -122,6 +122,11 @@ def test_a_run(kind: str, tmp_path: Path) -> None:
         for key, value in one.items():
             assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), (key, one["step"])
     assert through.metrics["teacher/bytes_per_step"] > 0
+    if kind == "holistic":
+        done = run(tmp_path, kind, args={**args, "lr_scheduler_type": "constant"})  # has nothing left to do
+        assert [row for row in rows(done) if "train_loss" not in row] == got
+        assert done.checkpoint is not None
+        assert done.checkpoint.path == through.checkpoint.path
     assert expected[0].keys() == undisturbed[0].keys()
     nothing_left(before)
 
