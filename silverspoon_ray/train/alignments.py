@@ -10,8 +10,9 @@ from torch import nn
 
 from silverspoon_ray.alignments import Alignment, create_alignments
 from silverspoon_ray.alignments.alignment import loss_from
+from silverspoon_ray.alignments.describe import feature_size
 from silverspoon_ray.distillers import BaseDistiller, FeatureDistiller
-from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.errors import AlignmentError, ConfigError
 
 AlignmentSource = Mapping[str, Any] | Sequence[Mapping[str, Any]] | Callable[[nn.Module, nn.Module], list[Alignment]]
 """Keywords of ``create_alignments``, several of them, or ``make(teacher_structure, student)``, which returns them."""
@@ -47,7 +48,20 @@ def check_alignments(
     for keywords in several:
         _check_keywords(keywords)
     if teacher is not None and student is not None:
-        make_alignments(given, teacher, student)
+        for alignment in make_alignments(given, teacher, student):
+            _check_widths(alignment)
+
+
+def _check_widths(alignment: Alignment) -> None:
+    """Refuse features of other sizes where no projector may be made; sizes that show only in a forward pass."""
+    sizes = [feature_size(block) for block in (alignment.teacher_block, alignment.student_block)]
+    if alignment.auto_projector or alignment.loss_takes_any_size or None in sizes or sizes[0] == sizes[1]:
+        return
+    raise AlignmentError(
+        "alignments.auto_projector",
+        False,
+        f"true: {alignment.teacher_module_name} gives {sizes[0]} features, {alignment.student_module_name} {sizes[1]}",
+    )
 
 
 def _check_keywords(given: Any) -> None:

@@ -220,6 +220,18 @@ def test_mistakes_before_devices_are_taken(case: str, tmp_path: Path) -> None:
     assert reserved() <= before
 
 
+def test_widths_are_checked_where_the_models_are_known(tmp_path: Path) -> None:
+    with pytest.raises(AlignmentError, match="32 features, model.layers.1 16"):
+        DistillationTrainer(
+            "holistic",
+            teacher=TEACHER(),
+            student=STUDENT(),
+            args={"output_dir": str(tmp_path)},
+            train_dataset=token_data(4),
+            alignments={"modules": {r"model\.layers\.2": r"model\.layers\.1"}, "auto_projector": False},
+        )
+
+
 def test_patterns_are_checked_where_the_models_are_known(tmp_path: Path) -> None:
     TEACHER().save_pretrained(tmp_path / "teacher")
     student = RandomInit(str(tmp_path / "teacher"), overrides={"num_hidden_layers": 2})
