@@ -207,6 +207,7 @@ class Alignment:
             AlignmentError: the features cannot be compared.
         """
         if self.output_projector is not None:
+            student = in_dtype_of(self.output_projector, student)
             student = self.output_projector(student)
         if student.shape != teacher.shape and not self.loss_takes_any_size:
             raise AlignmentError(
@@ -260,6 +261,14 @@ class Alignment:
         if rows.shape[0] == 0:
             return rows.sum()  # connected, exactly 0
         return self.loss_function(rows, teacher[mask])
+
+
+def in_dtype_of(projector: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype of a projector's weights, where autocast does not see to that."""
+    weight = next(projector.parameters(), None)
+    if weight is None or torch.is_autocast_enabled(tensor.device.type) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(weight.dtype)
 
 
 def loss_from(loss_function: str | LossFunction | None, kwargs: Mapping[str, Any] | None = None) -> LossFunction:

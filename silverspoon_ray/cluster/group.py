@@ -15,7 +15,7 @@ from torch import nn
 from silverspoon_ray.cluster.handle import TeacherHandle, get
 from silverspoon_ray.cluster.layouts.pipeline import TeacherStage
 from silverspoon_ray.cluster.layouts.ranks import TeacherLeader, TeacherRank
-from silverspoon_ray.cluster.resources import cluster_device_type, reserve
+from silverspoon_ray.cluster.resources import cluster_device_type, refuse_impossible, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
 from silverspoon_ray.teacher.layout import check_layout
@@ -92,6 +92,8 @@ class TeacherGroup:
             strategy=placement.strategy,
             wrap_cls=placement.wrap_cls,
         )
+        everything = [bundle] * (placement.num_devices * placement.replicas)
+        refuse_impossible(everything, f"{placement.replicas} replica(s) of the teacher")
         replicas: list[list[Any]] = []
         reserved: list[PlacementGroup] = []
         try:

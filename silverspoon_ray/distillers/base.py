@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from silverspoon_ray.distillers.attached import detach_projectors
 from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
 from silverspoon_ray.distillers.checkpoint import SafeCheckpoints
 from silverspoon_ray.distillers.diagnostics import WeightWatcherCallback
@@ -73,6 +74,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
                 "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
             )
         self.check_arguments(args)
+        if isinstance(kwargs.get("model"), nn.Module):
+            detach_projectors(kwargs["model"])  # of an earlier distiller
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
 
         if not self.label_names and args.label_names is None:

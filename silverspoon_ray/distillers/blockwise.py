@@ -244,12 +244,18 @@ class BlockwiseDistiller(FeatureDistiller):
     def _average_gradients(self) -> None:
         if self.args.world_size == 1:
             return
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        flat = torch.cat([p.grad.reshape(-1).float() for p in parameters])
-        torch.distributed.all_reduce(flat)
-        flat /= self.args.world_size
-        for parameter, mean in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad.copy_(mean.view_as(parameter.grad))
+        # All of them, on every rank: which parts of a block run may depend on a rank's own batch.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in sorted({p.grad.dtype for p in parameters}, key=str):
+            gradients = [p.grad for p in parameters if p.grad.dtype == dtype]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            torch.distributed.all_reduce(flat)
+            flat /= self.args.world_size
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
 
     # ---- logs and checkpoints ------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 import safetensors.torch
 import torch
 from accelerate import DistributedDataParallelKwargs
+from safetensors import SafetensorError
 from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
 from silverspoon_ray.alignments.describe import described, loss_label
-from silverspoon_ray.alignments.projector_files import PROJECTORS_FILE, save_projectors
+from silverspoon_ray.alignments.projector_files import PROJECTORS_FILE, load_alignments, save_projectors
 from silverspoon_ray.alignments.selector import OutputSelector
 from silverspoon_ray.distillers.attached import attach_projectors, attached_projectors, projector_state
 from silverspoon_ray.distillers.base import BaseDistiller
@@ -124,6 +124,9 @@ class FeatureDistiller(BaseDistiller):
                 alignment.teacher_module_name = _name_of(alignment.teacher_block, teachers, "teacher")
             if not alignment.student_module_name:
                 alignment.student_module_name = _name_of(alignment.student_block, [self.student_model], "student")
+            if alignment.student_block is self.student_model:
+                expected = "a part of the student; for its outputs there is ResponseBasedDistiller"
+                raise AlignmentError("student_block", type(alignment.student_block).__name__, expected)
             if alignment.teacher_module_name not in dict(teachers[0].named_modules()):
                 raise AlignmentError("teacher_module_name", alignment.teacher_module_name, "a module of the teacher")
             found = dict(self.student_model.named_modules()).values()
@@ -169,7 +172,7 @@ class FeatureDistiller(BaseDistiller):
         with torch.random.fork_rng(devices=[] if self.args.device.type == "cpu" else [self.args.device]):
             # Of their own seed: the student's random numbers are the same with and without projectors.
             torch.manual_seed(self.args.seed)
-            with torch.no_grad():
+            with torch.no_grad(), self.accelerator.autocast():
                 self.see_shapes(inputs, answer)
         pending.release()
 
@@ -228,7 +231,7 @@ class FeatureDistiller(BaseDistiller):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Trainer's scheduler, for what the alignments have no optimizer of their own for, beside theirs."""
-        own = [a.scheduler for a in self.alignments if a.scheduler is not None]
+        own = list({id(a.scheduler): a.scheduler for a in self.alignments if a.scheduler is not None}.values())
         given: Any = self.lr_scheduler
         if given is not None or all(a.optimizer is None for a in self.alignments):
             return super().create_scheduler(num_training_steps, optimizer)
@@ -297,11 +300,22 @@ class FeatureDistiller(BaseDistiller):
         path = Path(checkpoint) / PROJECTORS_FILE
         if held is None:
             return
+        pairs = [(a.teacher_module_name, a.student_module_name) for a in self.alignments]
+        try:
+            saved = [(a["teacher_module"], a["student_module"]) for a in load_alignments(checkpoint)["alignments"]]
+        except (ValueError, LookupError) as error:
+            raise ConfigError("resume_from_checkpoint", checkpoint, f"a whole checkpoint; {error}") from error
+        if saved != pairs:
+            raise ConfigError(
+                "resume_from_checkpoint",
+                checkpoint,
+                f"a checkpoint of the same alignments; it has {saved}, here {pairs}",
+            )
         if not path.is_file():
             raise ConfigError("resume_from_checkpoint", checkpoint, f"a checkpoint with its {PROJECTORS_FILE}")
         try:
             held.load_state_dict(safetensors.torch.load_file(path))
-        except (RuntimeError, json.JSONDecodeError) as error:
+        except (RuntimeError, SafetensorError) as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ConfigError(
                 "resume_from_checkpoint", str(path), f"projectors of the same alignments; {reason}"

@@ -74,7 +74,7 @@ class GridRule:
         """
         in_decoder = self.encoder_decoder and "decoder" in module.split(".")
         grid = grids.get(DECODER_TOKENS if in_decoder else TOKENS)
-        if grid is not None and features.dim() == 3 and tuple(features.shape[:2]) == grid.shape:
+        if grid is not None and features.dim() >= 3 and tuple(features.shape[:2]) == grid.shape:
             return grid
         flat = grid is not None and features.dim() == 2 and grid.shape[1] > 1
         if grid is not None and flat and features.shape[0] == grid.shape[0] * grid.shape[1]:

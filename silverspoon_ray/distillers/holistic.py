@@ -109,7 +109,9 @@ class HolisticDistiller(FeatureDistiller):
             comparison.wait()
         else:
             ticket.start()
-        truncate = self.auto_truncate and not with_task and not with_outputs
+        # A module that fires more than once must not be cut off at its first: that shows in the first batch.
+        once = bool(self.fires_per_forward) and set(self.fires_per_forward.values()) == {1}
+        truncate = self.auto_truncate and once and not with_task and not with_outputs
         compared = ComparedStudent(self, model, comparison, truncate, keeps_graph=with_task or with_outputs)
         outputs, task = self._student_forward(compared, inputs, with_task)  # type: ignore[arg-type]
         terms = compared.terms
@@ -158,8 +160,14 @@ class Comparison:
         # Autograd runs backward in the order in which nodes were made. A node made now, whenever the loss behind it is
         # computed, gives gradients one order of summation: early and late answers teach bit for bit the same.
         self.students[number] = (features.view_as(features), version_of(features))
-        # A module may fire more than once; its last output counts. How often it does shows in the first batch.
-        is_last = self.fires[number] == self.distiller.fires_per_forward.get(number)
+        # A module may fire more than once; its last output counts. Then all is compared at the end.
+        is_last = self.distiller.fires_per_forward.get(number) == 1
+        if number in self.terms:
+            raise AlignmentError(
+                "student_block",
+                alignment.get_name(),
+                "a module that fires as often in every batch; it fired once before",
+            )
         # In a checkpointed region every operation is repeated in the backward pass; a loss computed here would not be.
         if is_last and not _in_checkpoint() and (self.answer is not None or self.ticket.is_there):
             self._compare(number)

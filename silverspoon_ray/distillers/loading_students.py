@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
+from silverspoon_ray.alignments.alignment import in_dtype_of
 from silverspoon_ray.alignments.projector_files import load_alignments, load_projectors
 from silverspoon_ray.capture import named_module
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk
@@ -178,11 +179,13 @@ def run_block(block: Callable[..., Any], call: BlockCall, given: Any, projector:
     if hidden is None or not isinstance(given, torch.Tensor) or not given.is_floating_point():
         return block(*call.args, **call.kwargs)
     given = given.to(hidden.device, hidden.dtype)
+    if projector is not None:
+        given = in_dtype_of(projector, given)
     if projector is not None and getattr(projector, "mode", "output") == "input":
         wide = call.with_hidden(given)
         args, kwargs = projector(*wide.args, **wide.kwargs)
         return block(*args, **kwargs)
-    call = call.with_hidden(given if projector is None else projector(given))
+    call = call.with_hidden(given if projector is None else projector(given).to(hidden.dtype))
     return block(*call.args, **call.kwargs)
 
 

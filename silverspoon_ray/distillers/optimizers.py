@@ -118,7 +118,7 @@ def with_own_optimizers(optimizer: Optimizer, alignments: Sequence[Alignment]) -
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in taken]
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    own = [a.optimizer for a in brought if a.optimizer is not None]
+    own = list({id(a.optimizer): a.optimizer for a in brought if a.optimizer is not None}.values())
     return OptimizerSet([optimizer, *own] if optimizer.param_groups else own)
 
 

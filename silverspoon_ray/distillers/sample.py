@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from silverspoon_ray.errors import AlignmentError
@@ -48,7 +49,8 @@ def _first(dataset: Any) -> Any:
     example = getattr(dataset, "example", None)  # of data that another process reads
     if example is not None:
         return example
-    if isinstance(dataset, Sequence) or hasattr(dataset, "__getitem__"):
+    streams = isinstance(dataset, torch.utils.data.IterableDataset) or type(dataset).__name__ == "IterableDataset"
+    if not streams and hasattr(dataset, "__getitem__"):
         return dataset[0]
     assert isinstance(dataset, Iterable)
     iterator = iter(dataset)

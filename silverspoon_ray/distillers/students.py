@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 
 from silverspoon_ray.alignments.alignment import Alignment
 from silverspoon_ray.errors import ConfigError
+
+WEIGHT_FILES = ("model", "pytorch_model", "adapter_model")
 
 
 class StudentModels(nn.Module):
@@ -88,8 +91,11 @@ def save_named_students(directory: str, students: Mapping[str, nn.Module], train
         if student is trained and not target.exists():
             target.mkdir()
             for file in Path(directory).iterdir():
-                if file.name.startswith(("model", "pytorch_model")) or file.name.endswith("config.json"):
-                    os.link(file, target / file.name)
+                if file.name.startswith(WEIGHT_FILES) or file.name.endswith("config.json"):
+                    try:
+                        os.link(file, target / file.name)
+                    except OSError:  # a file system without links
+                        shutil.copyfile(file, target / file.name)
         else:
             save: Any = getattr(student, "save_pretrained", None)
             if save is None:

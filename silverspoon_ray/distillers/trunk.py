@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from silverspoon_ray.capture import ForwardTruncated
 from silverspoon_ray.errors import AlignmentError
+from silverspoon_ray.nested import map_tensors
 from silverspoon_ray.teacher.local import evaluating
 
 
@@ -65,6 +66,8 @@ class Trunk:
         self.student = student
         self.blocks = list(dict.fromkeys(blocks))
         self._keeps_shape: dict[int, bool] = {}  # by block
+        self._verified = False
+        self._passed: torch.Tensor | None = None
         # What an encoder's blocks give is among the arguments of a decoder's blocks, so they have to run.
         self._passes_over = not getattr(getattr(student, "config", None), "is_encoder_decoder", False)
 
@@ -72,7 +75,7 @@ class Trunk:
     def calls(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[nn.Module, BlockCall]:
         """Each block's call.
 
-        A block that returns a tensor of its input's shape is passed over: it hands its input on. Whether it does shows
+        A block that returns a tensor of its input's shape is passed over. Whether it does shows
         when it runs for the first time. Every other block, and every block of an encoder-decoder model, runs, without
         gradients and in eval mode.
 
@@ -95,7 +98,23 @@ class Trunk:
             raise AlignmentError(
                 "student_block", names.get(id(missing[0])), "a module that the student's forward calls; it does not"
             )
+        if self._passed is not None and not self._verified:
+            self._verified = True
+            if any(_takes_nan(call) for call in seen.values()):
+                # A block takes what an earlier one gave besides its hidden state: then all have to run.
+                self._passes_over = False
+                self._keeps_shape.clear()
+                self._passed = None
+                return self.calls(forward, *args, **kwargs)
+        self._passed = None
         return seen
+
+    def _nothing_like(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a block that is passed over gives: of the right shape, and nan, so that any use of it shows."""
+        passed = self._passed
+        if passed is None or passed.shape != hidden.shape or passed.dtype != hidden.dtype:
+            self._passed = passed = torch.full_like(hidden, float("nan"))
+        return passed
 
     def _recorder(self, block: nn.Module, seen: dict[nn.Module, BlockCall]) -> Callable[..., Any]:
         def record(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +123,7 @@ class Trunk:
             if len(seen) == len(self.blocks):
                 raise ForwardTruncated  # nothing behind it is wanted
             if self._keeps_shape.get(id(block)) and call.hidden is not None:
-                return call.hidden
+                return self._nothing_like(call.hidden)
             output = original(*args, **kwargs)
             same = isinstance(output, torch.Tensor) and call.hidden is not None and output.shape == call.hidden.shape
             # What a block contains would not be called if the block were passed over.
@@ -113,6 +132,19 @@ class Trunk:
             return output
 
         return record
+
+
+def _takes_nan(call: BlockCall) -> bool:
+    """Whether an argument other than the hidden states comes out of a block that was passed over."""
+    found: list[bool] = []
+
+    def look(tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point():
+            found.append(bool(tensor.isnan().any()))
+
+    others = [value for place, value in (*enumerate(call.args), *call.kwargs.items()) if place != call.place]
+    map_tensors(look, others)
+    return any(found)
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:

@@ -76,7 +76,7 @@ def _by_name(
         return None, "its weights are quantised"
     model_class = architecture_class(config, path)
     dtype = _dtype(load_kwargs.get("dtype", load_kwargs.get("torch_dtype")), config)
-    options = {"attn_implementation": load_kwargs.get("attn_implementation")}
+    options = {"attn_implementation": load_kwargs.get("attn_implementation"), "dtype": dtype}
     with init_empty_weights(include_buffers=False):
         model: nn.Module = model_class._from_config(config, **{k: v for k, v in options.items() if v is not None})
     if getattr(model, "_keep_in_fp32_modules", None) and dtype not in (None, torch.float32):

@@ -10,7 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,8 +25,11 @@ def saved_names(directory: Path) -> set[str]:
     if (directory / INDEX).is_file():
         return set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"])
     if (directory / WEIGHTS).is_file():
-        with safe_open(directory / WEIGHTS, framework="pt") as file:
-            return set(file.keys())
+        try:
+            with safe_open(directory / WEIGHTS, framework="pt") as file:
+                return set(file.keys())
+        except SafetensorError as error:
+            raise ConfigError("checkpoint_dir", str(directory / WEIGHTS), f"a whole file; {error}") from error
     return set()
 
 

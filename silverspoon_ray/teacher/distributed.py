@@ -111,15 +111,20 @@ def shard_local(teacher: Any, ranks: int, device: torch.device) -> None:
 def gathered(answer: TeacherOutput, model: nn.Module, request: TeacherRequest, ranks: int) -> TeacherOutput:
     """Put tensors together of which tensor parallelism left this rank a part.
 
-    Where a layer's weight is spread over ranks by its outputs, or by its inputs, so is what it gives, or gets. Whatever
-    lies between two such layers without weights of its own cannot be told.
+    Where a layer's weight is spread over ranks by its outputs, or by its inputs, so is what it gives, or gets.
 
     Args:
         answer: this rank's, on its device.
         model: the teacher's part.
         request: what was asked for.
         ranks: the size of the group. All ranks call this in step.
+
+    Raises:
+        ConfigError: a module that lies between two split layers and has no split weight of its own.
     """
+
+    for name in (*request.outputs, *request.inputs):
+        _refuse_between(model, name)
 
     def whole(tensor: torch.Tensor, name: str, dim: int) -> torch.Tensor:
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -138,6 +143,19 @@ def gathered(answer: TeacherOutput, model: nn.Module, request: TeacherRequest, r
     return answer
 
 
+def _refuse_between(model: nn.Module, name: str) -> None:
+    """What lies between two split layers, an activation say, holds a part of each row that nothing says how to join."""
+    parent = name.rpartition(".")[0]
+    module = model.get_submodule(name)
+    inside_a_layer = any(part.isdigit() for part in parent.split("."))
+    beside = [child for child in model.get_submodule(parent).children() if isinstance(child, nn.Linear)]
+    split = any(isinstance(child.weight, DTensor) for child in beside)
+    if inside_a_layer and split and not isinstance(getattr(module, "weight", None), DTensor):
+        raise ConfigError(
+            "modules", name, f"{parent} or one of its linear layers; with strategy 'tp' its parts cannot be joined"
+        )
+
+
 def layers_to_wrap(model: nn.Module, wrap: str | Sequence[str] | None) -> list[nn.Module]:
     """The modules that ``wrap_cls`` means, outermost first and none within another."""
     if wrap is None:
@@ -152,9 +170,13 @@ def layers_to_wrap(model: nn.Module, wrap: str | Sequence[str] | None) -> list[n
     return [module for module in found if id(module) not in inner]
 
 
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
+
+
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """Samples in a batch: the length of its first tensor."""
-    return next((v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 1)
+    """Samples in a batch: the length of its main input, or of the longest tensor."""
+    lengths = {k: v.shape[0] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    return next((lengths[key] for key in MAIN_INPUTS if key in lengths), max(lengths.values(), default=1))
 
 
 def own_rows(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[dict[str, Any], int]:

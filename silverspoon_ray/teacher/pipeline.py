@@ -20,7 +20,7 @@ from silverspoon_ray.capture import ForwardTruncated, capturing, first_tensor
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.structure import structure_of
 from silverspoon_ray.nested import map_tensors
-from silverspoon_ray.teacher.local import evaluating, extract_logits, whole_tensor
+from silverspoon_ray.teacher.local import check_unwritten, evaluating, extract_logits, whole_tensor
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan, modules_below
 
@@ -56,7 +56,8 @@ def own_tensors(model: nn.Module, plan: PipelinePlan, number: int) -> set[str]:
     path = plan.stack.split(".") if plan.stack else []
     for depth in range(len(path) + 1):
         parent = ".".join(path[:depth])
-        own_of_parent = model.get_submodule(parent).named_parameters(recurse=False)
+        module = model.get_submodule(parent)
+        own_of_parent = (*module.named_parameters(recurse=False), *module._buffers.items())
         names |= {f"{parent}.{own}" if parent else own for own, _ in own_of_parent}
     return names
 
@@ -80,7 +81,7 @@ class PipelineStage:
         self._left: torch.Tensor | None = None
         self._entries = 0
         self._entered = False
-        self._checked = number == 0
+        self._checked = self._verified = number == 0
         self._events: dict[TeacherRequest, int] = {}
         own = plan.stages[number].layers
         first = plan.layers.index(own[0])
@@ -122,7 +123,10 @@ class PipelineStage:
         with evaluating(self.model), seen as captured:
             returned = captured.forward(**batch)
             found, given = captured.outputs, captured.inputs
-            self._events[request] = captured.engine.events
+            # A module that fires more than once may fire as often as the batch is long: then nothing is cut short.
+            if captured.engine.events == len(outputs) + len(inputs):
+                self._events[request] = captured.engine.events
+            check_unwritten("teacher", captured.written_to)
         self._received = None
         left, self._left = self._left, None
         for name in (*outputs, *inputs):
@@ -136,19 +140,35 @@ class PipelineStage:
             outputs=map_tensors(whole_tensor, found),
             inputs=map_tensors(whole_tensor, given),
         )
+        if not self._verified:
+            self._check_no_leak(received, left, answer)
+            self._verified = True
         if not hand_on:
             return None, answer
         if left is None:
             raise ConfigError("strategy", "pp", f"a model whose forward calls {self.plan.layers}; it ended before")
         return Handover(left, self._entries), answer
 
+    def _check_no_leak(self, received: Handover | None, left: torch.Tensor | None, answer: TeacherOutput) -> None:
+        """Modules and layers without weights give nan. Where it comes out again, their output was used."""
+        if received is None or bool(received.hidden.isnan().any()):
+            return
+        given: list[torch.Tensor] = [] if left is None else [left]
+        answer.map(lambda tensor: given.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in given):
+            raise self._refused("what layers or modules of another stage give is used beside the hidden state")
+
     # ---- in place of modules that are elsewhere ------------------------------------------
 
     def _pass_over(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer of an earlier stage."""
+        """A layer of an earlier stage. What it gives is nan, so that any use of it but as a hidden state shows."""
         assert self._received is not None
-        hidden = first_tensor(args, kwargs)
-        return self._as_layer_output(hidden)
+        if self._entered:
+            raise self._refused("a layer of another stage runs behind this stage's layers")
+        return self._as_layer_output(torch.full_like(self._received.hidden, float("nan")))
+
+    def _refused(self, reason: str) -> ConfigError:
+        return ConfigError("num_devices", len(self.plan.stages), f"1: {reason}")
 
     def _as_layer_output(self, hidden: Any) -> Any:
         entries = self._received.entries if self._received is not None else 0
@@ -162,6 +182,8 @@ class PipelineStage:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The hidden state of the stage before takes the place of what came out of modules without weights."""
         assert self._received is not None
+        if self._entered:
+            raise self._refused(f"{type(module).__name__} is called more than once in a forward")
         self._entered = True
         hidden = self._received.hidden
         places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]

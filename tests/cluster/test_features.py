@@ -221,7 +221,7 @@ def test_mistakes_before_devices_are_taken(case: str, tmp_path: Path) -> None:
 
 
 def test_widths_are_checked_where_the_models_are_known(tmp_path: Path) -> None:
-    with pytest.raises(AlignmentError, match="32 features, model.layers.1 16"):
+    with pytest.raises(AlignmentError, match=r"32 features, model\.layers\.1 16"):
         DistillationTrainer(
             "holistic",
             teacher=TEACHER(),

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
@@ -25,6 +25,7 @@ from silverspoon_ray.teacher.distributed import (
     gathered,
     load_tensor_parallel,
     own_rows,
+    rows_of,
     shard_over_ranks,
 )
 from silverspoon_ray.teacher.local import LocalTeacher
@@ -106,22 +107,37 @@ class TeacherRank(TeacherWorker):
         if self.teacher is None:
             raise TeacherError("this rank has not joined its replica", rank=self.rank)
         begin = time.perf_counter()
-        values = decode(batch)
-        inputs = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        if self.spec.strategy == "sharded":
-            mine, real = own_rows(inputs, self.number, self.ranks)
-            each = next((v.shape[0] for v in mine.values() if isinstance(v, torch.Tensor) and v.dim() > 0), real)
-            answer = self.teacher.answer(mine, request).map(
-                lambda tensor: tensor[:real] if tensor.dim() > 0 and tensor.shape[0] == each else tensor
-            )
-        else:
-            answer = gathered(self.teacher.answer(inputs, request), self.teacher.model, request, self.ranks)
-            answer = answer if self.number == 0 else TeacherOutput()  # all ranks have the same
-        encoded = encode_output(answer, request.wire_dtype)
+        try:
+            encoded = self._part(batch, request)
+        except Exception as error:
+            self._leave()  # closes the connections, so that nobody waits for this rank
+            raise TeacherError(
+                f"{type(error).__name__}: {error}", rank=self.rank, remote_traceback=traceback.format_exc()
+            ) from None
         self.forwards += 1
         self.nbytes += encoded.nbytes
         self.busy_s += time.perf_counter() - begin
         return encoded
+
+    def _part(self, batch: Encoded, request: TeacherRequest) -> Encoded:
+        assert self.teacher is not None
+        values = decode(batch)
+        inputs = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        if self.spec.strategy == "sharded":
+            mine, real = own_rows(inputs, self.number, self.ranks)
+            each = -(-rows_of(inputs) // self.ranks)
+
+            def own(tensor: torch.Tensor) -> torch.Tensor:
+                """Without rows that were repeated; also of tensors in which a row takes several places."""
+                if tensor.dim() > 0 and tensor.shape[0] % each == 0:
+                    return tensor[: tensor.shape[0] // each * real]
+                return tensor if self.number == 0 else tensor[:0]  # the same for all rows: one is enough
+
+            answer = self.teacher.answer(mine, request).map(own)
+        else:
+            answer = gathered(self.teacher.answer(inputs, request), self.teacher.model, request, self.ranks)
+            answer = answer if self.number == 0 else TeacherOutput()  # all ranks have the same
+        return encode_output(answer, request.wire_dtype)
 
     def structure(self) -> nn.Module:
         self.ready()
@@ -189,15 +205,17 @@ class TeacherLeader(TeacherRank):
                 return Scattered(own, parts)
             except Exception as error:
                 self.assembled = False  # who knows in which collective the others are
-                lost = self._someone_died(parts)
-                if lost and attempt + 1 < ATTEMPTS:
+                errors = [error, *self._errors_of(parts)]
+                if any(map(_is_death, errors)) and attempt + 1 < ATTEMPTS:
                     logger.warning("a rank of teacher replica %d died; the replica is assembled again", self.rank)
                     continue
+                # The first to fail says what is wrong; the others only that they were left alone.
+                cause = next((e for e in errors if not _is_left_alone(e)), error)
                 raise TeacherError(
-                    f"the teacher's forward raised {type(error).__name__}: {error}",
+                    f"the teacher's forward raised {getattr(cause, 'reason', cause)}",
                     rank=self.rank,
                     batch=describe_batch(batch, number),
-                    remote_traceback=traceback.format_exc(),
+                    remote_traceback=getattr(cause, "remote_traceback", "") or traceback.format_exc(),
                 ) from None
         raise AssertionError("unreachable")
 
@@ -215,16 +233,22 @@ class TeacherLeader(TeacherRank):
         ray.get(joining, timeout=ASSEMBLE_TIMEOUT_S)
         self.assembled = True
 
-    def _someone_died(self, parts: list[ray.ObjectRef]) -> bool:
+    def _errors_of(self, parts: list[ray.ObjectRef]) -> list[BaseException]:
+        errors: list[BaseException] = []
         for part in parts:
             try:
                 ray.get(part, timeout=COLLECTIVE_TIMEOUT_S)
-            except RayActorError:
-                return True
-            except TeacherError as error:
-                if "has not joined" in str(error):
-                    return True
+            except RayTaskError as error:
+                errors.append(error.cause if isinstance(error.cause, BaseException) else error)
             except RayError as error:
-                if "has not joined" in str(error) or "onnection" in str(error):
-                    return True
-        return False
+                errors.append(error)
+        return errors
+
+
+def _is_death(error: BaseException) -> bool:
+    return isinstance(error, RayActorError) or "has not joined" in str(error)
+
+
+def _is_left_alone(error: BaseException) -> bool:
+    text = str(error)
+    return any(word in text for word in ("gloo", "NCCL", "Connection", "onnection closed", "has not joined"))
