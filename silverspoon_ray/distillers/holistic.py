@@ -44,7 +44,7 @@ class HolisticDistiller(FeatureDistiller):
         train_dataset, eval_dataset, data_collator: as for ``Trainer``.
         args: the training arguments.
         auto_truncate: stop the student's forward after the last aligned module, where nothing needs its outputs: no
-            task loss, no metrics.
+            task loss, no metrics. The first batch runs whole; a module that fires more than once in it is not cut off.
         prepare_teacher_inputs, prepare_student_inputs: see :class:`BaseDistiller`.
         overlap_alignment_loss: compute the alignments' losses on a CUDA stream of their own, beside the student's
             forward. On the CPU it changes nothing.

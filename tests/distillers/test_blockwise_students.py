@@ -163,8 +163,11 @@ def test_only_blockwise_checkpoints_go_into_the_teacher(run: Run, tmp_path: Path
     (tmp_path / "alignments.json").write_text(json.dumps({**content, "distiller": "holistic"}))
     with pytest.raises(ConfigError, match="BlockwiseDistiller"):
         load_student_with_projectors_from_checkpoint(run.kind.teacher(), tmp_path, "", run.kind.student())
-    with pytest.raises(ConfigError, match="student_model_name"):
-        load_student_with_projectors_from_checkpoint(run.kind.teacher(), run.checkpoint, "another", run.kind.student())
+    for entry in content["alignments"][1:]:
+        entry["student_model"] = "second"
+    (tmp_path / "alignments.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="student_model_name"):  # of one student any name will do
+        load_student_with_projectors_from_checkpoint(run.kind.teacher(), tmp_path, "another", run.kind.student())
     (tmp_path / "alignments.json").unlink()
     with pytest.raises(ConfigError, match=r"alignments\.json"):
         load_student_with_projectors_from_checkpoint(run.kind.teacher(), tmp_path, "", run.kind.student())

@@ -183,7 +183,7 @@ def test_projectors_of_other_alignments_are_refused(tmp_path: Path) -> None:
     trained(SETTINGS["holistic"].build(tmp_path / "run", max_steps=1))
     checkpoint = tmp_path / "run" / "checkpoint-1"
     other = Setting("holistic", WIDE, {r"model\.layers\.2": r"model\.layers\.1"})
-    with pytest.raises(ConfigError, match="projectors of the same alignments"):
+    with pytest.raises(ConfigError, match="a checkpoint of the same alignments"):
         trained(other.build(tmp_path / "other"), resume_from_checkpoint=str(checkpoint))
     (checkpoint / "projectors.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"projectors\.safetensors"):
