@@ -18,7 +18,7 @@ from ray.train.torch import TorchTrainer
 
 import silverspoon_ray
 from silverspoon_ray import DistillationTrainer, ResponseBasedDistiller, TrainingArguments
-from silverspoon_ray.errors import ConfigError, NotYetError, PlacementError, TeacherError
+from silverspoon_ray.errors import ConfigError, PlacementError, TeacherError
 from tests.cluster.test_group import Raises, nothing_left, reserved, wait_until
 from tests.support import Pad, gpt2, llama, ragged_data, trained, training_arguments, without_times
 
@@ -362,9 +362,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path, change: dict[str, A
     assert reserved() == before
 
 
-def test_unknown_distillers_and_those_not_built_yet() -> None:
-    with pytest.raises(NotYetError, match="holistic"):
-        DistillationTrainer("holistic", teacher=TEACHER, student=STUDENT, train_dataset=[])
+def test_unknown_distillers() -> None:
     with pytest.raises(ConfigError, match="did you mean response_based"):
         DistillationTrainer("response_base", teacher=TEACHER, student=STUDENT, train_dataset=[])
 

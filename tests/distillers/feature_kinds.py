@@ -18,7 +18,7 @@ from torch import nn
 
 from silverspoon_ray import GenericLinearProjector, create_alignments
 from tests.distillers import kinds
-from tests.distillers.kinds import CLASSES, KINDS, Kind, Sample
+from tests.distillers.kinds import CLASSES, FURTHER, Kind, Sample, kind_of
 from tests.support import VOCABULARY, seeded
 
 LEARNING_RATE = 0.1
@@ -55,7 +55,7 @@ def perceptron(seed: int, layers: int) -> nn.Module:
     return kinds.perceptron(seed, 1)
 
 
-KINDS.setdefault("conv", Kind(ConvNet, kinds.images, kinds.class_rows, {}))
+FURTHER["conv"] = Kind(ConvNet, kinds.images, kinds.class_rows, {})
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FeatureKind:
 
     def models(self) -> tuple[nn.Module, nn.Module]:
         """The student and the teacher."""
-        make = KINDS[self.base].model
+        make = kind_of(self.base).model
         return (self.student or make)(0, self.layers[0]), (self.teacher or make)(5, self.layers[1])
 
     def projector(self, number: int, which: str) -> nn.Module | None:
@@ -216,7 +216,7 @@ def reference(
         each step's losses by log key, and the parameters of student and projectors after the last.
     """
     kind, chosen = FEATURES[name], LOSSES[loss]
-    rows_of = KINDS[kind.base].rows
+    rows_of = kind_of(kind.base).rows
     student, teacher = (model.double() for model in kind.models())
     teacher.eval()
     for module in (*student.modules(), *teacher.modules()):

@@ -16,7 +16,7 @@ from silverspoon_ray import BlockwiseDistiller, create_alignments
 from silverspoon_ray.distillers.trunk import Trunk
 from silverspoon_ray.errors import AlignmentError, ConfigError
 from tests.distillers.feature_kinds import FEATURES, alignments_of, watched
-from tests.distillers.kinds import KINDS, Collator
+from tests.distillers.kinds import KINDS, Collator, kind_of
 from tests.support import VOCABULARY, seeded, trained, training_arguments
 
 EVERY_KIND = [name for name in FEATURES if name != "perceptron"]
@@ -32,7 +32,7 @@ def distiller(name: str, student: nn.Module, kept: slice = slice(None), loss: st
         teacher_model=teacher,
         student_model=student,
         alignments=alignments[kept],
-        train_dataset=KINDS[kind.base].data(8, 1),
+        train_dataset=kind_of(kind.base).data(8, 1),
         data_collator=Collator(kind.base),
         args=training_arguments(
             silverspoon_ray,

@@ -19,7 +19,7 @@ from silverspoon_ray.distillers.holistic import Comparison
 from silverspoon_ray.errors import AlignmentError, ConfigError
 from silverspoon_ray.teacher.lookahead import Ticket
 from tests.distillers.feature_kinds import FEATURES, alignments_of
-from tests.distillers.kinds import KINDS, Collator, vectors
+from tests.distillers.kinds import Collator, kind_of, vectors
 from tests.support import seeded, trained, training_arguments
 from tests.test_capture import hooks
 
@@ -182,7 +182,7 @@ def test_one_capture_a_step_under_activation_checkpointing(
             teacher_model=teacher,
             student_model=student,
             alignments=alignments_of(name, "mse", student, teacher),
-            train_dataset=KINDS[name].data(16, 1),
+            train_dataset=kind_of(name).data(16, 1),
             data_collator=Collator(name),
             args=training_arguments(
                 silverspoon_ray, max_steps=3, activation_checkpointing=checkpointing, optim="sgd", learning_rate=0.1
@@ -297,8 +297,8 @@ def test_autocast(name: str, distiller: str) -> None:
             teacher_model=teacher,
             student_model=student,
             alignments=alignments,
-            train_dataset=KINDS[kind.base].data(16, 1),
-            eval_dataset=KINDS[kind.base].data(8, 2),
+            train_dataset=kind_of(kind.base).data(16, 1),
+            eval_dataset=kind_of(kind.base).data(8, 2),
             data_collator=Collator(kind.base),
             args=training_arguments(silverspoon_ray, max_steps=4, bf16=bf16, eval_strategy="steps", eval_steps=2),
         )
@@ -348,8 +348,8 @@ def test_truncated_student_of_every_kind(name: str) -> None:
             student,
             teacher,
             alignments_of(name, "cosine", student, teacher)[:1],
-            train_dataset=KINDS[kind.base].data(8, 1),
-            eval_dataset=KINDS[kind.base].data(5, 2),
+            train_dataset=kind_of(kind.base).data(8, 1),
+            eval_dataset=kind_of(kind.base).data(5, 2),
             data_collator=Collator(kind.base),
             auto_truncate=truncate,
             args=training_arguments(

@@ -12,7 +12,7 @@ import torch
 import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, HolisticDistiller
 from tests.distillers.feature_kinds import FEATURES, LEARNING_RATE, alignments_of, reference
-from tests.distillers.kinds import KINDS, NO_PADDING, Collator, Padding, numbered
+from tests.distillers.kinds import NO_PADDING, Collator, Padding, kind_of, numbered
 from tests.support import trained, training_arguments
 
 STEPS, BATCH = 3, 8
@@ -34,7 +34,7 @@ def cases() -> list[Any]:
     """Every kind with every cut and padding; losses take turns."""
     found = []
     for number, (name, kind) in enumerate(FEATURES.items()):
-        variants = [(cut, NO_PADDING) for cut in CUTS] + (PADDINGS if KINDS[kind.base].fill else [])
+        variants = [(cut, NO_PADDING) for cut in CUTS] + (PADDINGS if kind_of(kind.base).fill else [])
         for turn, (cut, padding) in enumerate(variants, number):
             loss, alpha = HOLISTIC[turn % len(HOLISTIC)]
             found.append((name, "holistic", cut, padding, loss, alpha, False))
@@ -64,7 +64,7 @@ def train(case: Case) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], li
         teacher_model=teacher,
         student_model=student,
         alignments=alignments,
-        train_dataset=numbered(KINDS[kind.base].data(STEPS * BATCH, 1)),
+        train_dataset=numbered(kind_of(kind.base).data(STEPS * BATCH, 1)),
         data_collator=collator,
         args=training_arguments(
             silverspoon_ray,
@@ -98,7 +98,7 @@ def order(name: str) -> tuple[int, ...]:
 
 @functools.cache
 def expected(name: str, distiller: str, loss: str, alpha: float) -> Any:
-    data = KINDS[FEATURES[name].base].data(STEPS * BATCH, 1)
+    data = kind_of(FEATURES[name].base).data(STEPS * BATCH, 1)
     steps = [[data[i] for i in order(name)[step * BATCH : (step + 1) * BATCH]] for step in range(STEPS)]
     losses, parameters = reference(name, loss, distiller, alpha, steps)
     start = dict(FEATURES[name].models()[0].named_parameters())

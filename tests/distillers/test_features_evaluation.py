@@ -10,7 +10,7 @@ import pytest
 import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, HolisticDistiller
 from tests.distillers.feature_kinds import FEATURES, alignments_of, reference
-from tests.distillers.kinds import KINDS, NO_PADDING, Collator, Padding
+from tests.distillers.kinds import KINDS, NO_PADDING, Collator, Padding, kind_of
 from tests.support import PrinterCallback, trained, training_arguments
 
 BATCH = 4
@@ -84,7 +84,7 @@ def check_predictions(name: str, data: list[Any], numbers: Numbers) -> None:
     kind = FEATURES[name]
     student = kind.models()[0].eval()
     for sample, logits, label in zip(data, predictions, numbers.labels, strict=True):
-        alone, targets = (tensor.detach().numpy() for tensor in KINDS[kind.base].rows(student, sample))
+        alone, targets = (tensor.detach().numpy() for tensor in kind_of(kind.base).rows(student, sample))
         assert (np.ravel(label)[: sample["labels"].numel()] == np.ravel(sample["labels"])).all()
         labels = np.ravel(sample["labels"])
         if sample["labels"].dim():
@@ -98,7 +98,7 @@ def check_predictions(name: str, data: list[Any], numbers: Numbers) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", FEATURES)
 def test_before_training(name: str, size: int, objective: tuple[str, str, float]) -> None:
-    data = KINDS[FEATURES[name].base].data(size, 3)
+    data = kind_of(FEATURES[name].base).data(size, 3)
     numbers = Numbers() if size == 11 else None
     check(evaluator(name, objective, data, metrics=numbers).evaluate(), name, objective, data)
     if numbers is not None:
@@ -109,7 +109,7 @@ def test_before_training(name: str, size: int, objective: tuple[str, str, float]
 @pytest.mark.parametrize("padding", [Padding("left", 2, 9), Padding("right", 5, 7)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "bert_mlm", "t5"])
 def test_padding_changes_nothing(name: str, padding: Padding, objective: tuple[str, str, float]) -> None:
-    data = KINDS[FEATURES[name].base].data(11, 3)
+    data = kind_of(FEATURES[name].base).data(11, 3)
     check(evaluator(name, objective, data, padding).evaluate(), name, objective, data)
 
 

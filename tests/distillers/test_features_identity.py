@@ -11,7 +11,7 @@ import torch
 import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, HolisticDistiller, create_alignments
 from tests.distillers.feature_kinds import FEATURES, head
-from tests.distillers.kinds import KINDS, Collator, mean_squared
+from tests.distillers.kinds import Collator, kind_of, mean_squared
 from tests.support import trained, training_arguments
 
 # Contrastive is left out: the other rows of a batch are never infinitely far.
@@ -41,8 +41,8 @@ def distiller(name: str, build: Any, loss: str, student: Any, teacher: Any, **ar
         alignments=create_alignments(
             teacher, student, patterns, loss_function=function, loss_function_kwargs=keywords or None
         ),
-        train_dataset=KINDS[kind.base].data(8, 1),
-        eval_dataset=KINDS[kind.base].data(6, 2),
+        train_dataset=kind_of(kind.base).data(8, 1),
+        eval_dataset=kind_of(kind.base).data(6, 2),
         data_collator=Collator(kind.base),
         args=training_arguments(
             silverspoon_ray,

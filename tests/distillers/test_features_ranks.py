@@ -12,7 +12,7 @@ import torch
 import silverspoon_ray
 from silverspoon_ray import BlockwiseDistiller, HolisticDistiller, create_alignments
 from tests.distillers.feature_kinds import FEATURES
-from tests.distillers.kinds import KINDS, NO_PADDING, Collator
+from tests.distillers.kinds import KINDS, NO_PADDING, Collator, kind_of
 from tests.distillers.ranks import on_ranks
 from tests.distillers.test_features_cutting import BATCH, STEPS, Case, check, expected, ident, order, train
 from tests.distillers.test_features_evaluation import Numbers, check_predictions, evaluator
@@ -89,7 +89,7 @@ def everything_on_a_rank() -> dict[str, list[Any]]:
     evaluations = []
     for name, objective, size in EVALUATIONS:
         numbers = Numbers()
-        data = KINDS[FEATURES[name].base].data(size, 3)
+        data = kind_of(FEATURES[name].base).data(size, 3)
         evaluations.append((evaluator(name, objective, data, metrics=numbers).evaluate(), numbers))
     return {
         "cut": [train(case) for case in CUT_CASES],
@@ -147,7 +147,7 @@ def test_checkpointing_changes_nothing(case: str) -> None:
 @pytest.mark.parametrize("case", range(len(EVALUATIONS)), ids=[f"{n}-{o[0]}-{size}" for n, o, size in EVALUATIONS])
 def test_evaluation(case: int, on_two_ranks: Any) -> None:
     name, objective, size = EVALUATIONS[case]
-    data = KINDS[FEATURES[name].base].data(size, 3)
+    data = kind_of(FEATURES[name].base).data(size, 3)
     for rank in on_two_ranks:
         metrics, numbers = rank["evaluation"][case]
         assert metrics["eval_samples"] == size

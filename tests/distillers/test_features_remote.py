@@ -15,7 +15,7 @@ from silverspoon_ray import BlockwiseDistiller, HolisticDistiller, create_alignm
 from silverspoon_ray.cluster.codec import encode
 from silverspoon_ray.teacher.local import LocalTeacher
 from tests.distillers.feature_kinds import FEATURES, bend
-from tests.distillers.kinds import KINDS, Collator
+from tests.distillers.kinds import Collator, kind_of
 from tests.support import trained, training_arguments, without_times
 from tests.teacher.fake import FakeTeacher
 
@@ -44,8 +44,8 @@ def run(name: str, case: str, loss: Any, teacher: Any = None, **arguments: Any) 
         teacher_model=teacher,
         student_model=student,
         alignments=create_alignments(teacher, student, kind.modules, loss_function=loss),
-        train_dataset=KINDS[kind.base].data(32, 1),
-        eval_dataset=KINDS[kind.base].data(11, 2),
+        train_dataset=kind_of(kind.base).data(32, 1),
+        eval_dataset=kind_of(kind.base).data(11, 2),
         data_collator=Collator(kind.base),
         args=training_arguments(
             silverspoon_ray,
@@ -111,11 +111,11 @@ def test_what_two_blocks_share_travels_once(name: str) -> None:
     built = BlockwiseDistiller(
         teacher_model=teacher,
         alignments=create_alignments(teacher, student, kind.modules),
-        train_dataset=KINDS[kind.base].data(4, 1),
+        train_dataset=kind_of(kind.base).data(4, 1),
         data_collator=Collator(kind.base),
         args=training_arguments(silverspoon_ray),
     )
-    batch = built._teacher_batch(Collator(kind.base)(KINDS[kind.base].data(4, 1)))
+    batch = built._teacher_batch(Collator(kind.base)(kind_of(kind.base).data(4, 1)))
     answer = LocalTeacher(teacher).open(built.teacher_request()).submit(batch).result()
     assert answer.logits is None
     assert all(isinstance(output, torch.Tensor) for output in answer.outputs.values())
