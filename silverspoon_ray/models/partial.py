@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -15,7 +14,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 
-from silverspoon_ray.models.saved import INDEX, WEIGHTS
+from silverspoon_ray.models.saved import weight_files
 from silverspoon_ray.models.source import ModelSource, architecture_class, build_model
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ def _by_name(
         return None, f"loading keyword {sorted(further)[0]}"
     path = os.path.expanduser(os.fspath(source))
     directory = _directory(path)
-    files = _files(directory) if directory is not None else {}
+    files = weight_files(directory) if directory is not None else {}
     if not files:
         return None, "there are no safetensors"
     config = transformers.AutoConfig.from_pretrained(path)
@@ -141,14 +140,3 @@ def _directory(path: str) -> Path | None:
         return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception:  # whatever the hub's client raises; from_pretrained will say it better
         return None
-
-
-def _files(directory: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    if (directory / INDEX).is_file():
-        found = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return {name: directory / file for name, file in found.items()}
-    if (directory / WEIGHTS).is_file():
-        with safe_open(directory / WEIGHTS, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), directory / WEIGHTS)
-    return {}

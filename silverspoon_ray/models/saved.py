@@ -20,17 +20,23 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def saved_names(directory: Path) -> set[str]:
-    """Names of the tensors in a model directory; empty where it has no safetensors of a whole model."""
+def weight_files(directory: Path) -> dict[str, Path]:
+    """The file of each tensor in a model directory; empty where it has no safetensors of a whole model."""
     if (directory / INDEX).is_file():
-        return set(json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        found = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return {name: directory / file for name, file in found.items()}
     if (directory / WEIGHTS).is_file():
-        try:
-            with safe_open(directory / WEIGHTS, framework="pt") as file:
-                return set(file.keys())
-        except SafetensorError as error:
-            raise ConfigError("checkpoint_dir", str(directory / WEIGHTS), f"a whole file; {error}") from error
-    return set()
+        with safe_open(directory / WEIGHTS, framework="pt") as file:
+            return dict.fromkeys(file.keys(), directory / WEIGHTS)
+    return {}
+
+
+def saved_names(directory: Path) -> set[str]:
+    """Names of the tensors in a model directory. Raises ConfigError for a file that is cut off."""
+    try:
+        return set(weight_files(directory))
+    except SafetensorError as error:
+        raise ConfigError("checkpoint_dir", str(directory / WEIGHTS), f"a whole file; {error}") from error
 
 
 def names_differ(model: nn.Module, directory: Path) -> bool:
@@ -95,10 +101,7 @@ def _translated(model: Any, directory: Path) -> tuple[Mapping[str, torch.Tensor]
 
 
 def _read(directory: Path) -> dict[str, torch.Tensor]:
-    if not (directory / INDEX).is_file():
-        return safetensors.torch.load_file(directory / WEIGHTS)
-    names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
     state: dict[str, torch.Tensor] = {}
-    for name in sorted(set(names)):
-        state |= safetensors.torch.load_file(directory / name)
+    for file in sorted(set(weight_files(directory).values())):
+        state |= safetensors.torch.load_file(file)
     return state

@@ -9,7 +9,7 @@ and the forward ends where the next stage's first layer is called.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,11 +208,9 @@ class PipelineStage:
 
             map_tensors(look, value)
         if spoiled:
-            raise ConfigError(
-                "num_devices",
-                len(self.plan.stages),
-                f"1: {type(layer).__name__} takes `{spoiled[0]}` from a module of the first stage, so more than one "
-                "hidden state would have to be passed along",
+            raise self._refused(
+                f"{type(layer).__name__} takes `{spoiled[0]}` from a module of the first stage, so more than one "
+                "hidden state would have to be passed along"
             )
 
     def _note_form(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -221,9 +219,7 @@ class PipelineStage:
             return
         self._entries = len(output)
         if not self.is_last and any(isinstance(entry, torch.Tensor) for entry in output[1:]):
-            raise ConfigError(
-                "num_devices", len(self.plan.stages), f"1: {type(module).__name__} passes more than one hidden state"
-            )
+            raise self._refused(f"{type(module).__name__} passes more than one hidden state")
 
     def _replace_by_shapes(self, name: str) -> None:
         """Modules of the first stage: what they give has the right shape, and is nan, so that any use of it shows."""
@@ -236,9 +232,7 @@ class PipelineStage:
 
         def shapes_only(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._entered:
-                raise ConfigError(
-                    "num_devices", len(self.plan.stages), f"1: {name} is used behind the layers too, by the last stage"
-                )
+                raise self._refused(f"{name} is used behind the layers too, by the last stage")
             on_meta = _to_meta(args), _to_meta(kwargs)
             given = original(module, *on_meta[0], **on_meta[1])
             return map_tensors(lambda tensor: _nothing_like(tensor, device), given)
@@ -250,14 +244,11 @@ class PipelineStage:
         module = self.model.get_submodule(name)
         if not any(True for _ in module.parameters()):
             return
-        refuse: Callable[..., Any] = self._refuse(name)
-        module.forward = refuse
 
-    def _refuse(self, name: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise ConfigError("num_devices", len(self.plan.stages), f"1: {name} runs before the layers")
+            raise self._refused(f"{name} runs before the layers")
 
-        return refuse
+        module.forward = refuse
 
 
 def _to_meta(value: Any) -> Any:
