@@ -19,6 +19,8 @@ from silverspoon_ray.losses.feature import (
     normalized_mse_loss,
     smooth_l1_loss,
 )
+from silverspoon_ray.losses.fused import CombinedLoss, LinearStudent, combined_loss
+from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.losses.logit_lens import LogitLensKLLoss, logit_lens_kl_loss
 from silverspoon_ray.losses.mahalanobis import (
     MahalanobisCosineLoss,
@@ -38,23 +40,41 @@ from silverspoon_ray.losses.relational import (
     relkd_da_loss,
     relkd_distance_loss,
 )
+from silverspoon_ray.losses.targets import (
+    HiddenTargets,
+    LogitTargets,
+    SampledTargets,
+    SoftTargets,
+    TopKTargets,
+    sampled_targets,
+    top_k_targets,
+)
 
 __all__ = [
     "AngularMagnitudeLoss",
+    "CombinedLoss",
     "ContrastiveDistillationLoss",
     "CosineLoss",
+    "HiddenTargets",
     "JSDLoss",
     "KLDivergenceLoss",
+    "LinearStudent",
     "LogitLensKLLoss",
+    "LogitTargets",
     "LossFunction",
     "MSELoss",
     "MahalanobisCosineLoss",
     "MahalanobisMSELoss",
     "NormalizedMSELoss",
+    "OutputHead",
     "RelationalLoss",
+    "SampledTargets",
     "SmoothL1Loss",
+    "SoftTargets",
+    "TopKTargets",
     "accepts_mask",
     "angular_magnitude_loss",
+    "combined_loss",
     "contrastive_loss",
     "cosine_loss",
     "get_loss_function",
@@ -69,5 +89,7 @@ __all__ = [
     "relkd_angle_loss",
     "relkd_da_loss",
     "relkd_distance_loss",
+    "sampled_targets",
     "smooth_l1_loss",
+    "top_k_targets",
 ]

@@ -123,7 +123,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         # A retained graph may come here again and must find the buffer as it was.
-        out = torch.empty_like(gradient) if _graph_is_kept() else gradient
+        out = torch.empty_like(gradient) if graph_is_kept() else gradient
         factor = grad_output * ctx.factor
         if gradient.dtype == factor.dtype:
             torch.mul(gradient, factor, out=out)
@@ -132,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # has the product computed in the factor's dtype. By chunks: on a CPU that takes an array of that dtype.
             factor = factor.reshape(1)
             rows, out_rows = gradient.view(-1, gradient.shape[-1]), out.view(-1, out.shape[-1])
-            for part in _slices(len(rows), _chunk_rows(gradient, factor.dtype, ctx.chunk_size)):
+            for part in slices(len(rows), _chunk_rows(gradient, factor.dtype, ctx.chunk_size)):
                 torch.mul(rows[part], factor, out=out_rows[part])
         return out, None, None, None, None, None, None
 
@@ -159,13 +159,13 @@ def _run(
 
     start = 0
     for student_rows, teacher_rows in _matrices(student, teacher):
-        for part in _slices(len(student_rows), limit):
+        for part in slices(len(student_rows), limit):
             source, target = student_rows[part], teacher_rows[part]
             work = workspace[:, : len(source)]
             chunk = slice(start, start + len(source))
             start = chunk.stop
-            own = Rows(_scaled(source, work[0], temperature), work[1])
-            other = Rows(_scaled(target, work[2], temperature), work[3])
+            own = Rows(scaled(source, work[0], temperature), work[1])
+            other = Rows(scaled(target, work[2], temperature), work[3])
             if gradients is None:
                 values[chunk] = kernel(own, other, None)
                 continue
@@ -184,7 +184,7 @@ def _run(
     return values.sum() * (temperature**2) / num_items
 
 
-def _scaled(logits: torch.Tensor, out: torch.Tensor, temperature: float) -> torch.Tensor:
+def scaled(logits: torch.Tensor, out: torch.Tensor, temperature: float) -> torch.Tensor:
     """(logits - row maximum) / temperature in the dtype of ``out``: at most 0, so that no finite logit overflows."""
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)
@@ -205,7 +205,7 @@ def _chunk_rows(logits: torch.Tensor, dtype: torch.dtype, chunk_size: int) -> in
     return max(1, aim // (4 * dtype.itemsize * logits.shape[-1]))
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
+def slices(length: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
@@ -233,5 +233,5 @@ def _is_matrix(logits: torch.Tensor) -> bool:
 _keeps_graph: Callable[[], bool] | None = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     return _keeps_graph is None or _keeps_graph()
