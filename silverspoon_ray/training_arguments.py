@@ -14,8 +14,8 @@ import transformers
 
 from silverspoon_ray.errors import ConfigError, NotYetError
 from silverspoon_ray.teacher.placement import TeacherPlacement
+from silverspoon_ray.teacher.protocol import FORMS
 
-TEACHER_LOGITS = ("full", "top_k", "sampled", "hidden")
 TEACHER_TRANSPORTS = ("auto", "object_store", "collective")
 DISTILL_MASKS = ("auto", "labels", "attention", "none")
 LEAST = {
@@ -176,7 +176,7 @@ class TrainingArguments(transformers.TrainingArguments):
         for name in SWITCHES:
             self._check_choice(name, (True, False))
         self._check_range("alpha", 0, 1, "a number between 0 (distillation only) and 1 (task loss only)")
-        self._check_choice("teacher_logits", TEACHER_LOGITS)
+        self._check_choice("teacher_logits", FORMS)
         self._check_choice("teacher_transport", TEACHER_TRANSPORTS)
         self._check_choice("distill_mask", DISTILL_MASKS)
         if self.e2e_eval_loss is not None:
@@ -197,8 +197,6 @@ class TrainingArguments(transformers.TrainingArguments):
         self._check_count("profiling_active", 1)
         self._check_placement()
         not_yet = {
-            "teacher_logits": "full",
-            "teacher_top_k": 64,
             "teacher_cache": None,
         }
         for name, default in not_yet.items():

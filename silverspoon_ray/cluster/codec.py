@@ -58,21 +58,26 @@ def encode(value: Any, wire_dtype: torch.dtype | None = None) -> Encoded:
         wire_dtype: floating-point tensors are cast to it first; None: bit-exact.
     """
     encoded = Encoded(None)
-    known: dict[tuple[Any, ...], int] = {}
+    encoded.value = _take_out(value, encoded, {}, wire_dtype)
+    return encoded
+
+
+def _take_out(value: Any, encoded: Encoded, known: dict[tuple[Any, ...], int], wire_dtype: torch.dtype | None) -> Any:
+    """The value without its tensors, whose bytes are added to ``encoded`` unless they are ``known``."""
 
     def take(tensor: torch.Tensor) -> TensorSpec:
         # What one module returns is often what the next one gets. The same memory is sent once.
-        place = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        place: tuple[Any, ...] = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
         if wire_dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(wire_dtype)
+        place = (*place, tensor.dtype)
         if place not in known or tensor.numel() == 0:
             flat = tensor.detach().to("cpu").contiguous().reshape(-1)
             encoded.buffers.append(flat.view(torch.uint8).numpy())
             known[place] = len(encoded.buffers) - 1
         return TensorSpec(known[place], str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
-    encoded.value = map_tensors(take, value)
-    return encoded
+    return map_tensors(take, value)
 
 
 def decode(encoded: Encoded) -> Any:
@@ -86,7 +91,12 @@ def decode(encoded: Encoded) -> Any:
 
 
 def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None) -> Encoded:
-    return encode({"logits": output.logits, "outputs": output.outputs, "inputs": output.inputs}, wire_dtype)
+    """An answer; soft targets travel in the dtypes that they have."""
+    encoded, known = Encoded(None), dict[tuple[Any, ...], int]()
+    cast = {"logits": output.logits, "outputs": output.outputs, "inputs": output.inputs}
+    encoded.value = _take_out(cast, encoded, known, wire_dtype)
+    encoded.value["soft_targets"] = _take_out(output.soft_targets, encoded, known, None)
+    return encoded
 
 
 def decode_output(encoded: Encoded) -> TeacherOutput:

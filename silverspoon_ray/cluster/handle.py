@@ -11,12 +11,14 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import nn
 
-from silverspoon_ray.cluster.codec import Encoded, decode_output, encode
+from silverspoon_ray.cluster.codec import Encoded, decode, decode_output, encode
 from silverspoon_ray.cluster.layouts.pipeline import ask_pipeline
 from silverspoon_ray.cluster.layouts.ranks import Scattered
 from silverspoon_ray.cluster.worker import describe_batch
 from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
-from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.losses.head import OutputHead
+from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.protocol import FORMS, TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,12 @@ class TeacherHandle:
         assert self._structure is not None
         return self._structure
 
+    def output_head(self) -> OutputHead:
+        """The teacher's output head, on the CPU, in memory of its own."""
+        holder = self.replicas[0][-1 if self.plan is not None else 0]
+        fields = get(holder.output_head.remote(), self.timeout_s, "the teacher's output head")
+        return OutputHead(**map_tensors(torch.clone, decode(fields)))
+
     def open(self, request: TeacherRequest) -> RemoteStream:
         return RemoteStream(self, request)
 
@@ -88,14 +96,17 @@ class TeacherHandle:
         outputs: Sequence[str] = (),
         inputs: Sequence[str] = (),
         device: Any = None,
+        **further: Any,
     ) -> TeacherOutput:
         """One batch, asked for and waited for.
 
         Args:
             batch: keyword arguments of the teacher's forward.
-            logits: ``"full"``, or None for none.
+            logits: ``"full"``, one of the forms that give ``soft_targets`` (``"hidden"``, ``"top_k"``,
+                ``"sampled"``), or None for none.
             outputs, inputs: dotted module names whose outputs, or first tensor inputs, are wanted.
             device: where the tensors shall be; None: the CPU.
+            further: of :class:`TeacherRequest`: ``top_k``, ``temperature``, ``classes``, ``seed``, ``wire_dtype``.
 
         Returns:
             tensors in memory of their own, free to be written to.
@@ -103,9 +114,9 @@ class TeacherHandle:
         Raises:
             TeacherError: the teacher failed or did not answer in time.
         """
-        if logits not in ("full", None):
-            raise ConfigError("logits", logits, '"full" or None')
-        request = TeacherRequest(logits=logits, outputs=tuple(outputs), inputs=tuple(inputs))
+        if logits is not None and logits not in FORMS:
+            raise ConfigError("logits", logits, f"one of {', '.join(FORMS)}, or None")
+        request = TeacherRequest(logits=logits, outputs=tuple(outputs), inputs=tuple(inputs), **further)
         pending = self.open(request).submit(batch)
         answer = pending.result().owned()
         pending.release()
@@ -245,6 +256,7 @@ def concatenated(parts: Sequence[TeacherOutput]) -> TeacherOutput:
         logits=None if parts[0].logits is None else joined([part.logits for part in parts]),
         outputs=joined([part.outputs for part in parts]),
         inputs=joined([part.inputs for part in parts]),
+        soft_targets=joined([part.soft_targets for part in parts]),
     )
 
 
@@ -257,6 +269,7 @@ def merged(parts: Sequence[TeacherOutput]) -> TeacherOutput:
         whole.logits = part.logits if part.logits is not None else whole.logits
         whole.outputs |= part.outputs
         whole.inputs |= part.inputs
+        whole.soft_targets |= part.soft_targets
     return whole
 
 

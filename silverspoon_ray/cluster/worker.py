@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
+from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
 from silverspoon_ray.errors import TeacherError
 from silverspoon_ray.models.source import ModelSource, build_model
 from silverspoon_ray.teacher.local import LocalTeacher
@@ -82,6 +82,14 @@ class TeacherWorker:
     def structure(self) -> nn.Module:
         """The model on the meta device."""
         return self._loaded().structure
+
+    def output_head(self) -> Encoded:
+        """The fields of the model's :class:`OutputHead`.
+
+        Raises:
+            ConfigError: it has none that is known.
+        """
+        return encode(vars(self._loaded().output_head()))
 
     def forward(self, batch: Encoded, request: TeacherRequest, number: int) -> Encoded:
         """The answer to one batch.

@@ -25,9 +25,10 @@ from silverspoon_ray.distillers.terms import LossTerm, combine
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.distributed import shard_local
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
-from silverspoon_ray.teacher.local import as_teacher, extract_logits
+from silverspoon_ray.teacher.local import as_teacher
 from silverspoon_ray.teacher.lookahead import TICKET_KEY, TeacherTraffic, Ticket, Window
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import extract_logits
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
     """
 
     backward_per_block_works = False
+    compares_logits = False
 
     def __init__(
         self,
@@ -121,7 +123,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             # too late. Every rank reads the same stream and keeps its own part instead: the same batches.
             self.accelerator.dataloader_config.dispatch_batches = False
 
-        self.stream = self.teacher.open(self.teacher_request())
+        self.stream_request = self.teacher_request()
+        self.stream = self.teacher.open(self.stream_request)
 
     @classmethod
     def check_arguments(cls, args: TrainingArguments) -> None:
@@ -130,6 +133,9 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         Raises:
             ConfigError: naming the argument.
         """
+        if args.teacher_logits != "full" and not cls.compares_logits:
+            expected = f'"full"; {cls.__name__} does not compare logits'
+            raise ConfigError("teacher_logits", args.teacher_logits, expected)
         if args.backward_per_block and not cls.backward_per_block_works:
             raise ConfigError("backward_per_block", True, f"must be False; {cls.__name__} has one backward pass")
 

@@ -21,9 +21,10 @@ from silverspoon_ray.distillers.terms import LossTerm, weighted
 from silverspoon_ray.distillers.trunk import BlockCall, Trunk, overridden_forward
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.inputs import TeacherInputs, with_decoder_inputs
-from silverspoon_ray.teacher.local import check_unwritten, evaluating
+from silverspoon_ray.teacher.local import evaluating
 from silverspoon_ray.teacher.lookahead import Ticket
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import check_unwritten
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)

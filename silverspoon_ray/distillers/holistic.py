@@ -21,9 +21,10 @@ from silverspoon_ray.distillers.terms import LossTerm
 from silverspoon_ray.distillers.trunk import overridden_forward
 from silverspoon_ray.errors import AlignmentError, ConfigError
 from silverspoon_ray.nested import map_tensors
-from silverspoon_ray.teacher.local import check_unwritten, evaluating
+from silverspoon_ray.teacher.local import evaluating
 from silverspoon_ray.teacher.lookahead import Ticket
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput
+from silverspoon_ray.teacher.wanted import check_unwritten
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)

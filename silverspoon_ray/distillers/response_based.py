@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,23 @@ from torch import nn
 
 from silverspoon_ray.distillers.base import BaseDistiller, PrepareInputs
 from silverspoon_ray.distillers.masks import check_mask
-from silverspoon_ray.distillers.vocabulary import check_vocabularies, common_vocabulary
-from silverspoon_ray.errors import NotYetError, VocabularyError
+from silverspoon_ray.distillers.soft_targets import (
+    SoftTargetReader,
+    check_form,
+    classes_of_targets,
+)
+from silverspoon_ray.distillers.student_head import StudentHead
+from silverspoon_ray.distillers.task_loss import counted_labels, labels_by_row
+from silverspoon_ray.distillers.terms import LossTerm
+from silverspoon_ray.distillers.vocabulary import check_vocabularies, common_vocabulary, vocabulary_size
+from silverspoon_ray.errors import VocabularyError
 from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss, get_loss_function, loss_keywords
-from silverspoon_ray.teacher.local import extract_logits
-from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput
+from silverspoon_ray.losses.fused import LinearStudent, combined_loss
+from silverspoon_ray.losses.targets import SoftTargets
+from silverspoon_ray.models.output_head import output_head_name
+from silverspoon_ray.teacher.lookahead import Ticket
+from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import extract_logits
 from silverspoon_ray.training_arguments import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -40,9 +54,13 @@ class ResponseBasedDistiller(BaseDistiller):
             ``distill_mask="none"``), and must return their mean.
         soft_loss_fn_kwargs: keywords of a loss given by name, e.g. ``{"temperature": 2.0}``.
         prepare_teacher_inputs, prepare_student_inputs: see :class:`BaseDistiller`.
-        use_liger_kernel, output_head_layer: for the fused losses; not built yet.
+        output_head_layer: dotted name of the student's output head; None: found where transformers names it. If it is
+            a plain linear layer and the loss one of ours, the student's logits are never held in full.
+        use_liger_kernel: accepted for scripts of silverspoon-kd; our own fused losses are used with and without it.
         kwargs: further keywords of ``transformers.Trainer``.
     """
+
+    compares_logits = True
 
     def __init__(
         self,
@@ -60,13 +78,17 @@ class ResponseBasedDistiller(BaseDistiller):
         output_head_layer: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if use_liger_kernel:
-            raise NotYetError("use_liger_kernel", use_liger_kernel, "not built yet, leave it at False")
-        if output_head_layer is not None:
-            raise NotYetError("output_head_layer", output_head_layer, "not built yet, leave it at None")
         self.soft_loss = soft_loss_from(soft_loss_fn, soft_loss_fn_kwargs)
+        self._soft_loss_is_ours = isinstance(self.soft_loss, KLDivergenceLoss | JSDLoss)
         self._soft_loss_takes_mask = "mask" in loss_keywords(self.soft_loss)
         self._vocabulary_logged = False
+        self._head_verified = False
+        if args is not None:
+            check_form(getattr(args, "teacher_logits", "full"), self.soft_loss)
+        tokenizer: Any = kwargs.get("processing_class")
+        self.tokens: int | None = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+        if use_liger_kernel:
+            logger.info("use_liger_kernel: the fused losses of silverspoon_ray do the same, and are used for it")
         super().__init__(
             teacher_model=teacher_model,
             args=args,
@@ -78,25 +100,56 @@ class ResponseBasedDistiller(BaseDistiller):
             model=student_model,
             **kwargs,
         )
-        tokenizer = self.processing_class
-        self.tokens: int | None = len(tokenizer) if hasattr(tokenizer, "__len__") else None
         if self.traits.token_level:
             teacher_config = getattr(self.teacher.structure, "config", None)
             check_vocabularies(teacher_config, getattr(self.student_model, "config", None), self.tokens)
+        self.reader = SoftTargetReader(self.teacher, self.stream_request, self.args.device)
+        self.head: StudentHead | None = None
+        self._why_not_fused = self._unfusable(output_head_layer)
+        if self._why_not_fused is None:
+            name = output_head_name(self.student_model, output_head_layer)
+            assert name is not None
+            self.head = StudentHead(self.student_model, name)
+        else:
+            logger.info("the student's logits are computed in full: %s", self._why_not_fused)
+
+    def teacher_request(self) -> TeacherRequest:
+        form = self.args.teacher_logits
+        request = replace(super().teacher_request(), logits=form)
+        if form in ("top_k", "sampled"):
+            request = replace(
+                request,
+                top_k=self.args.teacher_top_k,
+                temperature=float(self._own_loss.temperature),
+                classes=self._common_classes(),
+                seed=self.args.seed if form == "sampled" else 0,
+            )
+        return request
+
+    def _common_classes(self) -> int | None:
+        """The classes that both models have, where their configurations say so."""
+        teacher = vocabulary_size(getattr(self.teacher.structure, "config", None))
+        student = vocabulary_size(getattr(self.student_model, "config", None))
+        if not self.traits.token_level or teacher is None or student is None:
+            return None
+        return common_vocabulary(teacher, student, self.tokens)
+
+    # ---- the loss from logits ------------------------------------------------------------
 
     def distillation_terms(
         self, outputs: Any, answer: TeacherOutput, mask: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """``{"soft": mean divergence over what counts}``."""
         student = extract_logits(outputs)
+        check_mask(mask, student, self.args.distill_mask)
+        if self.args.teacher_logits in ("top_k", "sampled"):
+            targets = self.reader.targets(answer)
+            loss = combined_loss(student, targets, self._own_loss, mask=mask, **self._shared(student, targets))
+            return {"soft": loss.total}
         # Losses of this package only read; anybody else's gets memory of its own.
-        ours = isinstance(self.soft_loss, KLDivergenceLoss | JSDLoss)
-        teacher = answer.logits if ours else answer.owned().logits
-        assert teacher is not None
-        student, teacher = self._common(student, teacher)
+        student, teacher = self._common(student, self.reader.logits(answer, owned=not self._soft_loss_is_ours))
         if self.args.auto_dtype_match:
             teacher = teacher.to(student.dtype)
-        check_mask(mask, student, self.args.distill_mask)
         if self._soft_loss_takes_mask:
             return {"soft": self.soft_loss(student, teacher, mask=mask)}
         if mask is None:
@@ -105,6 +158,123 @@ class ResponseBasedDistiller(BaseDistiller):
         if rows.shape[0] == 0:
             return {"soft": rows.sum()}  # connected, exactly 0
         return {"soft": self.soft_loss(rows, teacher[mask])}
+
+    @property
+    def _own_loss(self) -> KLDivergenceLoss | JSDLoss:
+        assert isinstance(self.soft_loss, KLDivergenceLoss | JSDLoss)
+        return self.soft_loss
+
+    # ---- the loss without logits ---------------------------------------------------------
+
+    def _unfusable(self, output_head_layer: str | None) -> str | None:
+        """Why the student's logits have to be computed in full; None: they need not."""
+        if not self._soft_loss_is_ours:
+            return "the soft_loss_fn takes logits"
+        name = output_head_name(self.student_model, output_head_layer)
+        if name is None:
+            return f"{type(self.student_model).__name__} has no plain linear output head that is known"
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return "the student's parameters are sharded"
+        if self.args.torch_compile:
+            return "the student is compiled"
+        if self.wants_task and not self._task_is_cross_entropy():
+            return "the student's own loss is not a cross-entropy of its logits alone"
+        return None
+
+    def _task_is_cross_entropy(self) -> bool:
+        config = getattr(self.student_model, "config", None)
+        further = bool(getattr(config, "output_router_logits", False)) or self.args.label_smoothing_factor != 0
+        return self.traits.cross_entropy and self.compute_loss_func is None and not further
+
+    def student_terms(
+        self, model: nn.Module, inputs: dict[str, Any], ticket: Ticket, with_task: bool, with_outputs: bool
+    ) -> tuple[Any, dict[str, LossTerm]]:
+        """As the base's; where nobody wants the logits, they are never held: each piece of them is computed, compared
+        and turned into its gradient before the next."""
+        with_task_now = with_task and isinstance(inputs.get("labels"), torch.Tensor)
+        fused = self.head is not None and not with_outputs and with_task_now == with_task
+        if not fused or (with_task and not self._task_is_cross_entropy()):
+            return super().student_terms(model, inputs, ticket, with_task, with_outputs)
+        overlap = self.args.overlap_teacher_forward is not False
+        answer = None if overlap else self._answer(ticket)
+        ticket.start()
+        student = self._student_without_head(model, inputs)
+        if student is None:  # there is more behind its head than was known
+            return super().student_terms(model, inputs, ticket, with_task, with_outputs)
+        answer = self._answer(ticket) if answer is None else answer
+        return None, self._fused_terms(student, self.reader.targets(answer), inputs, ticket, with_task)
+
+    def _student_without_head(self, model: nn.Module, inputs: dict[str, Any]) -> LinearStudent | None:
+        """The student's last hidden state and its head; None where its logits are not what the head gives."""
+        assert self.head is not None
+        with self.head.left_out():
+            outputs, _ = self._student_forward(model, inputs, with_task=False)
+        student = self.head.seen()
+        if not self._head_verified:
+            if not self.head.explains(student, extract_logits(outputs)):
+                logger.warning(
+                    "the student's logits are computed in full: %s does more behind its %s than scale its logits and "
+                    "cap them softly",
+                    type(self.student_model).__name__,
+                    self.head.name,
+                )
+                self.head = None
+                return None
+            self._head_verified = True
+        return student
+
+    def _fused_terms(
+        self, student: LinearStudent, targets: SoftTargets, inputs: dict[str, Any], ticket: Ticket, with_task: bool
+    ) -> dict[str, LossTerm]:
+        mask = self.position_rule.mask(inputs)
+        check_mask(mask, student.hidden, self.args.distill_mask)
+        soft = self.soft_term_of(inputs, mask)
+        terms = {"soft": soft}
+        labels = None
+        if with_task:
+            count = counted_labels(inputs, self._loss_shifts_labels)
+            assert count is not None
+            terms["hard"] = LossTerm(soft.mean, count, kind="task")
+            labels = labels_by_row(inputs, self._loss_shifts_labels)
+        shared = self._shared(student.hidden, targets, student.head.weight.shape[0])
+        loss = partial(combined_loss, student, targets, self._own_loss, mask=mask, labels=labels, **shared)
+        means: dict[str, torch.Tensor | None]
+        if torch.is_grad_enabled() and self.args.magnitude_aware_weighting:
+            # The weights follow from the values, so each component needs a gradient of its own.
+            means = {"soft": loss().total}
+            if with_task:
+                means["hard"] = loss(soft_weight=0.0, task_weight=1.0).total
+            return _with_means(terms, means)
+        weights = {name: self._share(term, ticket) for name, term in terms.items()}
+        result = loss(soft_weight=weights["soft"] * (1 - self.alpha), task_weight=weights.get("hard", 0.0) * self.alpha)
+        terms = _with_means(terms, {"soft": result.soft, "hard": result.task})
+        if torch.is_grad_enabled():
+            terms["soft"] = replace(terms["soft"], carrier=result.total)
+        return terms
+
+    def soft_term_of(self, inputs: dict[str, Any], mask: torch.Tensor | None) -> LossTerm:
+        """The soft loss of a batch before its value is known."""
+        count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
+        return LossTerm(torch.zeros(()), count)
+
+    # ---- vocabularies --------------------------------------------------------------------
+
+    def _shared(self, student: torch.Tensor, targets: SoftTargets, classes: int | None = None) -> dict[str, Any]:
+        """Which classes are compared, as a keyword of the loss.
+
+        Args:
+            student: its logits, or hidden states.
+            targets: the teacher's.
+            classes: the student's, where ``student`` does not show them.
+        """
+        rows = targets.rows
+        if student.shape[:-1] != rows:
+            raise VocabularyError(
+                "logits", (tuple(rows), tuple(student.shape[:-1])), "teacher and student logits for the same positions"
+            )
+        theirs = classes_of_targets(targets)
+        own = student.shape[-1] if classes is None else classes
+        return {} if theirs is None or theirs == own else {"classes": self._common_size(theirs, own)}
 
     def _common(self, student: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if student.shape[:-1] != teacher.shape[:-1]:
@@ -115,16 +285,30 @@ class ResponseBasedDistiller(BaseDistiller):
             )
         if student.shape[-1] == teacher.shape[-1]:
             return student, teacher
-        size = common_vocabulary(teacher.shape[-1], student.shape[-1], self.tokens)
+        size = self._common_size(teacher.shape[-1], student.shape[-1])
+        return student[..., :size], teacher[..., :size]
+
+    def _common_size(self, teacher: int, student: int) -> int:
+        size = common_vocabulary(teacher, student, self.tokens)
         if not self._vocabulary_logged:
             self._vocabulary_logged = True
             logger.warning(
                 "Vocabularies of teacher (%d) and student (%d) differ by padding; the first %d entries are compared.",
-                teacher.shape[-1],
-                student.shape[-1],
+                teacher,
+                student,
                 size,
             )
-        return student[..., :size], teacher[..., :size]
+        return size
+
+
+def _with_means(terms: Mapping[str, LossTerm], means: Mapping[str, torch.Tensor | None]) -> dict[str, LossTerm]:
+    """The terms with their values."""
+    done = {}
+    for name, term in terms.items():
+        mean = means[name]
+        assert mean is not None
+        done[name] = replace(term, mean=mean)
+    return done
 
 
 def soft_loss_from(soft_loss_fn: str | SoftLoss | None, kwargs: Mapping[str, Any] | None = None) -> SoftLoss:

@@ -24,6 +24,8 @@ class TaskLossTraits:
         gives_loss: its forward takes ``labels`` and returns a loss.
         shifts_labels: it is a causal language model: the logits at position t are scored with label t+1.
         token_level: its logits have a position for every token; None: not known.
+        cross_entropy: that loss is the mean cross-entropy of its logits over labels that are not -100, whatever
+            else the model may add to it.
         encoder_decoder: its logits belong to the decoder's positions.
     """
 
@@ -33,10 +35,12 @@ class TaskLossTraits:
         self.gives_loss = "labels" in inspect.signature(unwrapped.forward).parameters
         self.shifts_labels = False
         self.token_level: bool | None = None
+        self.cross_entropy = False
         self.encoder_decoder = bool(getattr(getattr(unwrapped, "config", None), "is_encoder_decoder", False))
         if not isinstance(unwrapped, PreTrainedModel):
             return
         loss = LOSS_MAPPING.get(_loss_type(unwrapped))
+        self.cross_entropy = loss in (ForCausalLMLoss, ForMaskedLMLoss) and not self.encoder_decoder
         self.shifts_labels = loss is ForCausalLMLoss and not self.encoder_decoder
         if loss is not None or self.encoder_decoder:
             self.token_level = loss is None or loss in _TOKEN_LEVEL_LOSSES
@@ -63,6 +67,14 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         labels: integers of shape ``[...]``.
     """
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORED)
+
+
+def labels_by_row(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor:
+    """The label of each row of logits, ``[batch, positions]``: for causal language models that of the next position."""
+    labels: torch.Tensor = batch["shift_labels" if "shift_labels" in batch else "labels"]
+    if not shifts or "shift_labels" in batch:
+        return labels
+    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], dim=-1)
 
 
 def counted_labels(batch: Mapping[str, Any], shifts: bool) -> torch.Tensor | None:

@@ -23,12 +23,15 @@ class LossTerm:
         count: how many positions or samples that is.
         kind: what is counted, see :meth:`BaseDistiller.counted`; ``"task"`` for the student's own loss on the labels.
         weight: what the component is multiplied by in the total.
+        carrier: 0-d; where a loss was computed together with its gradient, ``mean`` is a number alone, and this has
+            the gradient of the whole weighted sum. One of the components has it.
     """
 
     mean: torch.Tensor
     count: torch.Tensor | int
     kind: str = "soft"
     weight: float = 1.0
+    carrier: torch.Tensor | None = None
 
     @property
     def is_task(self) -> bool:
@@ -53,6 +56,8 @@ def combine(
     total: torch.Tensor | None = None
     for name, term in terms.items():
         value = weighted(term, shares[name], alpha, magnitude_aware)
+        if term.carrier is not None:
+            value = value + (term.carrier - term.carrier.detach())
         total = value if total is None else total + value
     assert total is not None, "a distiller gave no loss terms"
     return total

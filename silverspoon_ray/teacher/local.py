@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from silverspoon_ray.capture import capturing
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.losses.head import OutputHead
+from silverspoon_ray.models.output_head import output_head
 from silverspoon_ray.models.structure import structure_of
-from silverspoon_ray.nested import map_tensors
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import Wanted, required_head
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class LocalTeacher:
         self.model = model
         self.overlap = overlap
         self._structure: nn.Module | None = None
-        self._events: dict[TeacherRequest, int] = {}
+        self._wanted: dict[TeacherRequest, Wanted] = {}
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -54,29 +55,23 @@ class LocalTeacher:
     def answer(self, batch: Mapping[str, Any], request: TeacherRequest) -> TeacherOutput:
         """Run the model on ``batch``, the keyword arguments of its forward, on the model's device.
 
-        Where no logits are wanted the forward ends with the last module that is: the rest is skipped. The first batch
-        of a request runs whole, to see how often the wanted modules fire.
+        Where no logits are wanted the forward ends with the last module that is: the rest is skipped (for the last
+        hidden state, that is the output head). The first batch of a request runs whole, see :class:`Wanted`.
         """
-        until = None if request.logits else self._events.get(request)
-        seen = capturing(self.model, request.outputs, request.inputs, request.copies, until)
-        with evaluating(self.model), seen as captured:
-            returned = captured.forward(**batch)
-            outputs, inputs = captured.outputs, captured.inputs
-            # A module that fires more than once may fire as often as the batch is long: then nothing is cut short.
-            if captured.engine.events == len(request.outputs) + len(request.inputs):
-                self._events[request] = captured.engine.events
-            check_unwritten("teacher", captured.written_to)
-        missing = [name for name in request.outputs if name not in outputs]
-        missing += [name for name in request.inputs if name not in inputs]
-        if missing:
-            raise ConfigError("outputs", missing[0], "a module that runs in the teacher's forward; this one did not")
-        for name, select in request.selectors:
-            outputs[name] = select(outputs[name])
-        return TeacherOutput(
-            logits=whole_tensor(extract_logits(returned)) if request.logits else None,
-            outputs=map_tensors(whole_tensor, outputs),
-            inputs=map_tensors(whole_tensor, inputs),
-        )
+        wanted = self._wanted.get(request)
+        if wanted is None:
+            wanted = self._wanted[request] = Wanted(self.model, request)
+        with evaluating(self.model), wanted.capturing() as captured:
+            return wanted.answer(captured, captured.forward(**batch), batch)
+
+    def output_head(self) -> OutputHead:
+        """The model's output head, with its own weights.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        head = output_head(self.model, required_head(self.model))
+        return replace(head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side_streams:
@@ -170,38 +165,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Without a graph, and whole: of a tensor that is spread over devices this rank holds a part only."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def check_unwritten(whose: str, names: Sequence[str]) -> None:
-    """Raise a ConfigError where modules' inputs or outputs are not what they were when they were captured."""
-    if names:
-        raise ConfigError(
-            "deepcopy_captured_args_and_kwargs",
-            False,
-            f"True: the {whose} writes in place to what its module {names[0]!r} gets or gives",
-        )
-
-
-def extract_logits(returned: Any) -> torch.Tensor:
-    """The logits in what a model's forward returned: the tensor itself, ``.logits``, or the first tensor.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    if isinstance(returned, torch.Tensor):
-        return returned
-    logits = returned.get("logits") if isinstance(returned, Mapping) else getattr(returned, "logits", None)
-    if isinstance(logits, torch.Tensor):
-        return logits
-    values = list(returned.values()) if isinstance(returned, Mapping) else returned
-    if isinstance(values, tuple | list):
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                return value
-    raise ConfigError("model", type(returned).__name__, "a model whose output is a tensor or has `logits`")

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from silverspoon_ray.capture import ForwardTruncated, capturing, first_tensor
+from silverspoon_ray.capture import ForwardTruncated, first_tensor
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.structure import structure_of
 from silverspoon_ray.nested import map_tensors
-from silverspoon_ray.teacher.local import check_unwritten, evaluating, extract_logits, whole_tensor
+from silverspoon_ray.teacher.local import evaluating
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan, modules_below
+from silverspoon_ray.teacher.wanted import Wanted
 
 
 @dataclass
@@ -31,11 +32,12 @@ class Handover:
 
     Attributes:
         hidden: the hidden state ``[batch, ..., width]`` behind its last layer.
-        entries: how many entries a layer returns in a tuple; 0: it returns the tensor itself.
+        others: what a layer returns in a tuple behind the hidden state: shape and dtype of a tensor (attention
+            weights, say), None for anything else. None: it returns the hidden state itself.
     """
 
     hidden: torch.Tensor
-    entries: int
+    others: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] | None
 
 
 def own_tensors(model: nn.Module, plan: PipelinePlan, number: int) -> set[str]:
@@ -79,10 +81,10 @@ class PipelineStage:
         self.structure = structure_of(model)
         self._received: Handover | None = None
         self._left: torch.Tensor | None = None
-        self._entries = 0
+        self._others: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] | None = None
         self._entered = False
-        self._checked = self._verified = number == 0
-        self._events: dict[TeacherRequest, int] = {}
+        self._verified = number == 0
+        self._wanted: dict[TeacherRequest, Wanted] = {}
         own = plan.stages[number].layers
         first = plan.layers.index(own[0])
         for name in plan.layers[:first]:
@@ -101,7 +103,12 @@ class PipelineStage:
 
     @torch.no_grad()
     def run(
-        self, batch: Mapping[str, Any], request: TeacherRequest, received: Handover | None, hand_on: bool
+        self,
+        batch: Mapping[str, Any],
+        request: TeacherRequest,
+        received: Handover | None,
+        hand_on: bool,
+        remember: bool = True,
     ) -> tuple[Handover | None, TeacherOutput]:
         """This stage's part of a forward.
 
@@ -110,44 +117,35 @@ class PipelineStage:
             request: what is wanted of the whole model; the stage answers what falls to it.
             received: from the stage before; None for the first.
             hand_on: whether a later stage runs too.
+            remember: a forward that shows nothing wrong is the last that is looked at for it. Unset for an example,
+                which may take another way through the model than real batches do.
 
         Returns:
             what the next stage needs (None without ``hand_on``), and the answer's part.
         """
-        outputs = [name for name in request.outputs if self.plan.stage_of(name) == self.number]
-        inputs = [name for name in request.inputs if self.plan.stage_of(name) == self.number]
-        wants_logits = request.logits is not None and self.is_last
-        until = None if hand_on or wants_logits else self._events.get(request)
+        wanted = self._wanted_of(request)
         self._received, self._left, self._entered = received, None, False
-        seen = capturing(self.model, outputs, inputs, request.copies, until)
-        with evaluating(self.model), seen as captured:
-            returned = captured.forward(**batch)
-            found, given = captured.outputs, captured.inputs
-            # A module that fires more than once may fire as often as the batch is long: then nothing is cut short.
-            if captured.engine.events == len(outputs) + len(inputs):
-                self._events[request] = captured.engine.events
-            check_unwritten("teacher", captured.written_to)
+        with evaluating(self.model), wanted.capturing(whole=hand_on) as captured:
+            answer = wanted.answer(captured, captured.forward(**batch), batch)
         self._received = None
         left, self._left = self._left, None
-        for name in (*outputs, *inputs):
-            if name not in found and name not in given:
-                raise ConfigError("outputs", name, "a module that runs in the teacher's forward; this one did not")
-        for name, select in request.selectors:
-            if name in found:
-                found[name] = select(found[name])
-        answer = TeacherOutput(
-            logits=whole_tensor(extract_logits(returned)) if wants_logits else None,
-            outputs=map_tensors(whole_tensor, found),
-            inputs=map_tensors(whole_tensor, given),
-        )
         if not self._verified:
             self._check_no_leak(received, left, answer)
-            self._verified = True
+            self._verified = remember
         if not hand_on:
             return None, answer
         if left is None:
             raise ConfigError("strategy", "pp", f"a model whose forward calls {self.plan.layers}; it ended before")
-        return Handover(left, self._entries), answer
+        return Handover(left, self._others), answer
+
+    def _wanted_of(self, request: TeacherRequest) -> Wanted:
+        if request not in self._wanted:
+            outputs, inputs = (
+                [name for name in names if self.plan.stage_of(name) == self.number]
+                for names in (request.outputs, request.inputs)
+            )
+            self._wanted[request] = Wanted(self.model, request, outputs, inputs, self.is_last)
+        return self._wanted[request]
 
     def _check_no_leak(self, received: Handover | None, left: torch.Tensor | None, answer: TeacherOutput) -> None:
         """Modules and layers without weights give nan. Where it comes out again, their output was used."""
@@ -168,11 +166,16 @@ class PipelineStage:
         return self._as_layer_output(torch.full_like(self._received.hidden, float("nan")))
 
     def _refused(self, reason: str) -> ConfigError:
-        return ConfigError("num_devices", len(self.plan.stages), f"1: {reason}")
+        expected = f"1 for {type(self.model).__name__}, or strategy 'sharded': {reason}"
+        return ConfigError("num_devices", len(self.plan.stages), expected)
 
     def _as_layer_output(self, hidden: Any) -> Any:
-        entries = self._received.entries if self._received is not None else 0
-        return (hidden, *[None] * (entries - 1)) if entries else hidden
+        """What else a layer returns is nan, too: where it enters a layer or an answer, it is not just passed over."""
+        others = self._received.others if self._received is not None else None
+        if others is None:
+            return hidden
+        nan = torch.full((), float("nan"), device=hidden.device)
+        return (hidden, *(None if other is None else nan.to(other[1]).expand(other[0]) for other in others))
 
     def _stop(self, *args: Any, **kwargs: Any) -> Any:
         """The first layer of the next stage."""
@@ -188,9 +191,8 @@ class PipelineStage:
         hidden = self._received.hidden
         places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
         place = next(key for key, value in places if isinstance(value, torch.Tensor))
-        if not self._checked:
+        if not self._verified:
             self._check_others(module, place, dict(places))
-            self._checked = True
         if isinstance(place, int):
             return (*args[:place], hidden, *args[place + 1 :]), kwargs
         return args, {**kwargs, place: hidden}
@@ -215,11 +217,15 @@ class PipelineStage:
 
     def _note_form(self, module: nn.Module, args: Any, output: Any) -> None:
         if not isinstance(output, tuple):
-            self._entries = 0
+            self._others = None
             return
-        self._entries = len(output)
-        if not self.is_last and any(isinstance(entry, torch.Tensor) for entry in output[1:]):
-            raise self._refused(f"{type(module).__name__} passes more than one hidden state")
+        tensors = [entry if isinstance(entry, torch.Tensor) else None for entry in output[1:]]
+        if not self.is_last and any(t is not None and not t.is_floating_point() for t in tensors):
+            raise self._refused(
+                f"{type(module).__name__} returns a tensor of whole numbers besides the hidden state, which has no nan "
+                "to show whether it is used"
+            )
+        self._others = tuple(None if t is None else (tuple(t.shape), t.dtype) for t in tensors)
 
     def _replace_by_shapes(self, name: str) -> None:
         """Modules of the first stage: what they give has the right shape, and is nan, so that any use of it shows."""

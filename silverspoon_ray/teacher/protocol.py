@@ -13,7 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.nested import map_tensors
+
+FORMS = ("full", "top_k", "sampled", "hidden")
+"""What can travel for logits."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,19 @@ class TeacherRequest:
     """What the student wants of every batch; declared once, when its stream to the teacher opens.
 
     Args:
-        logits: ``"full"``: the logits as the teacher gives them; None: no logits.
+        logits: ``"full"``: the logits as the teacher gives them; ``"hidden"``: what its output head is called with
+            instead, which :class:`GivesHead` turns into the same logits; ``"top_k"``: the most likely classes with
+            their log-probabilities; ``"sampled"``: classes drawn from its distribution; None: nothing of the kind.
         outputs: dotted names of the teacher's modules whose outputs are wanted.
         inputs: dotted names of the teacher's modules whose first tensor input is wanted.
         wire_dtype: floating-point tensors are sent in this dtype; None: as they are, bit-exact.
         selectors: pairs of a name in ``outputs`` and a function of that module's output (hashable, picklable); what it
             returns is the answer, so that the rest need not travel.
         copies: keep copies of what modules get and give, for models that write to it in place.
+        top_k: how many classes ``"top_k"`` sends, or how many draws ``"sampled"`` makes.
+        temperature: of the distribution that those two describe.
+        classes: they are taken from the first so many classes (the student has no more); None: from all.
+        seed: of the draws. They depend on it and on a sample's content, so that a question has one answer.
     """
 
     logits: str | None = "full"
@@ -36,6 +46,10 @@ class TeacherRequest:
     wire_dtype: torch.dtype | None = None
     selectors: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
     copies: bool = False
+    top_k: int = 64
+    temperature: float = 1.0
+    classes: int | None = None
+    seed: int = 0
 
 
 @dataclass
@@ -44,6 +58,8 @@ class TeacherOutput:
 
     Attributes:
         logits: ``[batch, ..., vocabulary]``, or None if they were not asked for.
+        soft_targets: what was asked for instead: ``hidden`` ``[batch, ..., width]``, or ``indices`` (uint16 or int32,
+            ``[batch, ..., k]``) and ``log_probs`` (of those classes; with ``"top_k"`` one more, of all the others).
         outputs: by module name, what the module returned (a tensor, or nested tuples, lists and dicts of tensors).
         inputs: by module name, the first tensor that the module was called with.
         borrowed: the tensors are views of memory that other readers share, and must not be written to; see
@@ -54,6 +70,7 @@ class TeacherOutput:
     outputs: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     borrowed: bool = False
+    soft_targets: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> TeacherOutput:
         """A new answer with ``function`` applied to every tensor."""
@@ -62,6 +79,7 @@ class TeacherOutput:
             outputs={name: map_tensors(function, value) for name, value in self.outputs.items()},
             inputs={name: map_tensors(function, value) for name, value in self.inputs.items()},
             borrowed=self.borrowed,
+            soft_targets={name: function(value) for name, value in self.soft_targets.items()},
         )
 
     def to(self, device: torch.device) -> TeacherOutput:
@@ -116,3 +134,15 @@ class Teacher(Protocol):
 
     def open(self, request: TeacherRequest) -> TeacherStream:
         """Open a stream on which every batch is answered with what ``request`` says."""
+
+
+@runtime_checkable
+class GivesHead(Protocol):
+    """A teacher whose output head can be had, once, so that logits need not travel."""
+
+    def output_head(self) -> OutputHead:
+        """The head, on any device.
+
+        Raises:
+            ConfigError: the model has none that is known.
+        """

@@ -13,13 +13,17 @@ from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker, describe_batch, resident_bytes
-from silverspoon_ray.errors import SilverspoonError, TeacherError
+from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 from silverspoon_ray.models.partial import keep_part, load_part
 from silverspoon_ray.models.source import build_model, known_structure
 from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.pipeline import Handover, PipelineStage, own_tensors
 from silverspoon_ray.teacher.protocol import TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan, plan_pipeline
+
+# The number of a batch that nobody wants the answer to.
+EXAMPLE = 0
 
 
 class TeacherStage(TeacherWorker):
@@ -51,6 +55,9 @@ class TeacherStage(TeacherWorker):
         assert self._structure is not None
         return self._structure
 
+    def output_head(self) -> Encoded:
+        return encode(vars(LocalTeacher(self._loaded_stage().model).output_head()))
+
     def weights(self) -> dict[str, Any]:
         held = {} if self.stage is None else {"weight_bytes": resident_bytes(self.stage.model)}
         return {"stage": self.number, **held}
@@ -63,7 +70,8 @@ class TeacherStage(TeacherWorker):
         Args:
             batch: the model's keyword arguments.
             request: what is wanted.
-            number: the student's count of its batches, for messages.
+            number: the student's count of its batches, for messages; :data:`EXAMPLE`: it is to show whether this
+                model can be cut at all.
             received: from the stage before.
             hand_on: a later stage runs too.
 
@@ -72,24 +80,28 @@ class TeacherStage(TeacherWorker):
 
         Raises:
             TeacherError: with the traceback, this stage and the batch.
+            ConfigError: this model cannot be cut, seen in an example.
         """
         stage = self._loaded_stage()
         begin = time.perf_counter()
         try:
             handed = None if received is None else Handover(**self._here(received))
-            left, answer = stage.run(self._here(batch), request, handed, hand_on)
+            left, answer = stage.run(self._here(batch), request, handed, hand_on, remember=number != EXAMPLE)
             encoded = encode_output(answer, request.wire_dtype)
             passed = None if left is None else encode(vars(left))
         except Exception as error:
+            if number == EXAMPLE and isinstance(error, ConfigError):
+                raise
             raise TeacherError(
                 f"stage {self.number} of the teacher raised {type(error).__name__}: {error}",
                 rank=self.rank,
                 batch=describe_batch(batch, number),
                 remote_traceback=traceback.format_exc(),
             ) from None
-        self.forwards += 1
-        self.nbytes += encoded.nbytes
-        self.busy_s += time.perf_counter() - begin
+        if number != EXAMPLE:
+            self.forwards += 1
+            self.nbytes += encoded.nbytes
+            self.busy_s += time.perf_counter() - begin
         return encoded if passed is None else (passed, encoded)
 
     def _here(self, encoded: Encoded) -> dict[str, Any]:

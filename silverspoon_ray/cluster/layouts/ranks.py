@@ -16,9 +16,10 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import nn
 
-from silverspoon_ray.cluster.codec import Encoded, decode, encode_output
+from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker, describe_batch, resident_bytes
 from silverspoon_ray.errors import SilverspoonError, TeacherError
+from silverspoon_ray.models.partial import load_part
 from silverspoon_ray.models.source import build_model, known_structure
 from silverspoon_ray.models.structure import structure_of
 from silverspoon_ray.teacher.distributed import (
@@ -30,6 +31,7 @@ from silverspoon_ray.teacher.distributed import (
 )
 from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import required_head
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,18 @@ class TeacherRank(TeacherWorker):
         self.ready()
         assert self._structure is not None
         return self._structure
+
+    def output_head(self) -> Encoded:
+        """Read once more from where the model came from: no rank has all of it."""
+        structure, spec = self.structure(), self.spec
+        name = required_head(structure)
+        if spec.module is not None:
+            model: nn.Module = ray.get(spec.module)
+        else:
+            assert spec.source is not None
+            own = {f"{name}.{parameter}" for parameter, _ in structure.get_submodule(name).named_parameters()}
+            model = load_part(spec.source, own, torch.device("cpu"), **spec.load_kwargs)
+        return encode(vars(LocalTeacher(model).output_head()))
 
     def weights(self) -> dict[str, Any]:
         held = {} if self.teacher is None else {"weight_bytes": resident_bytes(self.teacher.model)}

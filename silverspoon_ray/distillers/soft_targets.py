@@ -1,0 +1,96 @@
+"""What came instead of the teacher's logits, as something to compare with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss
+from silverspoon_ray.losses.head import OutputHead
+from silverspoon_ray.losses.targets import HiddenTargets, LogitTargets, SampledTargets, SoftTargets, TopKTargets
+from silverspoon_ray.teacher.protocol import GivesHead, Teacher, TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.wanted import required_head
+
+
+def check_form(form: str, loss: Any) -> None:
+    """Refuse a loss that cannot be computed from what travels.
+
+    Args:
+        form: see :class:`TeacherRequest`.
+        loss: the soft loss.
+
+    Raises:
+        ConfigError: it needs more of the teacher's distribution than the form has.
+    """
+    ours = isinstance(loss, KLDivergenceLoss | JSDLoss)
+    if form in ("top_k", "sampled") and not ours:
+        raise ConfigError("teacher_logits", form, '"full" or "hidden" for a soft_loss_fn of your own')
+    if form == "sampled" and (isinstance(loss, JSDLoss) or loss.reverse):
+        raise ConfigError(
+            "teacher_logits",
+            form,
+            '"full", "hidden" or "top_k" with this soft_loss_fn: only the forward KL divergence is linear in the '
+            "teacher's probabilities, so that an unbiased sample of them gives an unbiased loss",
+        )
+
+
+class SoftTargetReader:
+    """Reads answers of a teacher.
+
+    Args:
+        teacher: who answers.
+        request: what it was asked for.
+        device: the student's, where the teacher's output head goes if it is needed.
+
+    Raises:
+        ConfigError: the last hidden state is wanted of a teacher without a known output head.
+    """
+
+    def __init__(self, teacher: Teacher, request: TeacherRequest, device: torch.device) -> None:
+        self.teacher = teacher
+        self.form = request.logits
+        self.device = device
+        self._head: OutputHead | None = None
+        if self.form == "hidden":
+            required_head(teacher.structure)
+            if not isinstance(teacher, GivesHead):
+                raise ConfigError(
+                    "teacher_logits", "hidden", f'"full"; a {type(teacher).__name__} gives no output head'
+                )
+
+    @property
+    def head(self) -> OutputHead:
+        """The teacher's, fetched once."""
+        if self._head is None:
+            assert isinstance(self.teacher, GivesHead)
+            self._head = self.teacher.output_head().to(self.device)
+        return self._head
+
+    def targets(self, answer: TeacherOutput) -> SoftTargets:
+        """What the student's logits are compared with."""
+        parts = answer.soft_targets
+        if self.form == "hidden":
+            return HiddenTargets(parts["hidden"].to(self.head.weight.dtype), self.head)
+        if self.form == "top_k":
+            return TopKTargets(parts["indices"], parts["log_probs"])
+        if self.form == "sampled":
+            return SampledTargets(parts["indices"], parts["log_probs"])
+        assert answer.logits is not None
+        return LogitTargets(answer.logits)
+
+    def logits(self, answer: TeacherOutput, owned: bool) -> torch.Tensor:
+        """The teacher's logits in full, for losses that need them; ``owned``: free to be written to."""
+        if self.form == "hidden":
+            return self.head.logits(answer.soft_targets["hidden"].to(self.head.weight.dtype))
+        logits = (answer.owned() if owned else answer).logits
+        assert logits is not None
+        return logits
+
+
+def classes_of_targets(targets: SoftTargets) -> int | None:
+    """How many classes they know; None: they were taken from classes that the student has."""
+    if isinstance(targets, LogitTargets):
+        return targets.logits.shape[-1]
+    return targets.head.weight.shape[0] if isinstance(targets, HiddenTargets) else None
