@@ -207,7 +207,7 @@ class ResponseBasedDistiller(BaseDistiller):
     def _student_without_head(self, model: nn.Module, inputs: dict[str, Any]) -> LinearStudent | None:
         """The student's last hidden state and its head; None where its logits are not what the head gives."""
         assert self.head is not None
-        with self.head.left_out():
+        with self.head.left_out(whole=not self._head_verified):
             outputs, _ = self._student_forward(model, inputs, with_task=False)
         student = self.head.seen()
         if not self._head_verified:
@@ -272,7 +272,7 @@ class ResponseBasedDistiller(BaseDistiller):
             raise VocabularyError(
                 "logits", (tuple(rows), tuple(student.shape[:-1])), "teacher and student logits for the same positions"
             )
-        theirs = classes_of_targets(targets)
+        theirs = classes_of_targets(targets) or self.stream_request.classes
         own = student.shape[-1] if classes is None else classes
         return {} if theirs is None or theirs == own else {"classes": self._common_size(theirs, own)}
 

@@ -31,15 +31,23 @@ class StudentHead:
         self.first: torch.Tensor | None = None
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
+    def left_out(self, whole: bool = False) -> Iterator[None]:
         """While the context lasts, the head computes the logits of the first class alone.
 
         They keep the outputs of the model connected with all of its parameters, as DDP wants to see it, and have the
         dtype that the logits would have.
+
+        Args:
+            whole: all logits after all, to see what the model does with them.
         """
         self.hidden = self.first = None
-        with overridden_forward(self.student.get_submodule(self.name), self._first_class):
+        with overridden_forward(self.student.get_submodule(self.name), self._logits if whole else self._first_class):
             yield
+
+    def _logits(self, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
+        self._first_class(forward, hidden)
+        logits: torch.Tensor = forward(hidden)
+        return logits
 
     def _first_class(self, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
         if self.hidden is not None:
@@ -62,7 +70,7 @@ class StudentHead:
         return LinearStudent(hidden, output_head(self.student, self.name), dtype)
 
     def explains(self, student: LinearStudent, logits: torch.Tensor) -> bool:
-        """The model's logits (here of the first class) are what the head gives, scaled and capped as its
-        configuration says: nothing else happens behind it."""
+        """The model's logits are what the head gives, scaled and capped as its configuration says: nothing else happens
+        behind it."""
         with torch.no_grad():
             return explains(student.head, student.hidden.to(student.dtype), logits)

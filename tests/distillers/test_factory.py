@@ -98,13 +98,6 @@ def test_arguments_of_the_parent_are_refused() -> None:
     assert refused.value.key == "args"
 
 
-@pytest.mark.parametrize("keyword", [{"use_liger_kernel": True}, {"output_head_layer": "lm_head"}])
-def test_keywords_that_are_not_built_yet(keyword: dict[str, Any]) -> None:
-    with pytest.raises(NotYetError) as refused:
-        ResponseBasedDistiller(llama(0, 1), llama(5, 2), args=training_arguments(silverspoon_ray), **keyword)
-    assert {refused.value.key: refused.value.value} == keyword
-
-
 @pytest.mark.parametrize(
     ("loss", "keywords"),
     [
