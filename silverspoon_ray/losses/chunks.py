@@ -122,19 +122,34 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        # A retained graph may come here again and must find the buffer as it was.
-        out = torch.empty_like(gradient) if graph_is_kept() else gradient
-        factor = grad_output * ctx.factor
-        if gradient.dtype == factor.dtype:
-            torch.mul(gradient, factor, out=out)
-        else:
-            # A 0-d factor would be rounded to half precision first, an error common to all entries; one of shape [1]
-            # has the product computed in the factor's dtype. By chunks: on a CPU that takes an array of that dtype.
-            factor = factor.reshape(1)
-            rows, out_rows = gradient.view(-1, gradient.shape[-1]), out.view(-1, out.shape[-1])
-            for part in slices(len(rows), _chunk_rows(gradient, factor.dtype, ctx.chunk_size)):
-                torch.mul(rows[part], factor, out=out_rows[part])
+        out = scaled_gradient(gradient, grad_output * ctx.factor, gradient.dtype, ctx.chunk_size)
         return out, None, None, None, None, None, None
+
+
+def scaled_gradient(
+    gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, chunk_size: int = 0
+) -> torch.Tensor:
+    """gradient * factor in ``dtype``, in the gradient's own memory where it has that dtype and is not needed again.
+
+    Args:
+        gradient: contiguous, saved by the forward whose backward is running.
+        factor: 0-d; the product is computed in its dtype and rounded to ``dtype`` once it is complete.
+        dtype: of the result.
+        chunk_size: rows at a time where dtypes differ, 0 = chosen by size.
+    """
+    # A retained graph may come here again and must find the gradient as it was.
+    in_place = gradient.dtype == dtype and not graph_is_kept()
+    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype == factor.dtype == dtype:
+        return torch.mul(gradient, factor, out=out)
+    # A 0-d factor would be rounded to half precision first, an error common to all entries; one of shape [1] has the
+    # product computed in the factor's dtype. By chunks: on a CPU that takes an array of that dtype.
+    factor = factor.reshape(1)
+    width = gradient.shape[-1]
+    rows, out_rows = gradient.view(-1, width), out.view(-1, width)
+    for part in slices(len(rows), chunk_size or chunk_rows(width, factor.dtype, gradient.device)):
+        torch.mul(rows[part], factor, out=out_rows[part])
+    return out
 
 
 def _run(
@@ -153,7 +168,7 @@ def _run(
     values = torch.empty(student.shape[:-1].numel(), dtype=dtype, device=student.device)
     ignored = None if mask is None else mask.reshape(-1, 1).logical_not()
     gradients = None if gradient is None else gradient.view(-1, classes)
-    limit = min(_chunk_rows(student, dtype, chunk_size), max(len(values), 1))
+    limit = min(chunk_size or chunk_rows(classes, dtype, student.device), max(len(values), 1))
     workspace = torch.empty(4, limit, classes, dtype=dtype, device=student.device)
     gain = _gain(student.dtype)
 
@@ -184,11 +199,18 @@ def _run(
     return values.sum() * (temperature**2) / num_items
 
 
-def scaled(logits: torch.Tensor, out: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(logits - row maximum) / temperature in the dtype of ``out``: at most 0, so that no finite logit overflows."""
+def scaled(
+    logits: torch.Tensor, out: torch.Tensor, temperature: float, maximum: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(logits - row maximum) / temperature in the dtype of ``out``: at most 0, so that no finite logit overflows.
+
+    Args:
+        logits: [r, V]; ``out`` [r, V] may be the same array.
+        maximum: [r, 1], of the rows, if it is known already.
+    """
     if logits.dtype != out.dtype:
         logits = out.copy_(logits)
-    torch.sub(logits, logits.amax(-1, keepdim=True), out=out)
+    torch.sub(logits, logits.amax(-1, keepdim=True) if maximum is None else maximum, out=out)
     return out if temperature == 1.0 else out.mul_(1.0 / temperature)
 
 
@@ -196,13 +218,12 @@ def _gain(dtype: torch.dtype) -> float:
     return HALF_GAIN if dtype == torch.float16 else 1.0
 
 
-def _chunk_rows(logits: torch.Tensor, dtype: torch.dtype, chunk_size: int) -> int:
-    if chunk_size:
-        return chunk_size
+def chunk_rows(width: int, dtype: torch.dtype, device: torch.device, arrays: int = 4) -> int:
+    """How many rows of a workspace of ``arrays`` arrays [rows, width] to work on at a time."""
     aim = AUTO_BYTES
-    if logits.device.type == "cpu":
+    if device.type == "cpu":
         aim = min(aim, AUTO_BYTES_PER_CPU_THREAD * torch.get_num_threads())
-    return max(1, aim // (4 * dtype.itemsize * logits.shape[-1]))
+    return max(1, aim // (arrays * dtype.itemsize * max(width, 1)))
 
 
 def slices(length: int, step: int) -> Iterator[slice]:
@@ -214,14 +235,14 @@ def _matrices(student: torch.Tensor, teacher: torch.Tensor) -> Iterator[tuple[to
 
     `reshape` would copy the whole array there.
     """
-    if _is_matrix(student) and _is_matrix(teacher):
+    if is_matrix(student) and is_matrix(teacher):
         yield student.view(-1, student.shape[-1]), teacher.view(-1, teacher.shape[-1])
         return
     for student_part, teacher_part in zip(student, teacher, strict=True):
         yield from _matrices(student_part, teacher_part)
 
 
-def _is_matrix(logits: torch.Tensor) -> bool:
+def is_matrix(logits: torch.Tensor) -> bool:
     strides = [
         (size, stride) for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True) if size != 1
     ]

@@ -65,6 +65,18 @@ class OutputHead:
             logits = logits * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
+    def products(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """hidden @ weight.T + bias of [r, H] in ``out`` [r, V]; one dtype for all, no autograd. See `finish_`."""
+        if self.bias is None:
+            return torch.mm(hidden, self.weight.T, out=out)
+        return torch.addmm(self.bias, hidden, self.weight.T, out=out)
+
+    def finish_(self, products: torch.Tensor) -> torch.Tensor:
+        """Make logits of `products` in place, with the operations and roundings of `logits`."""
+        if self.scale != 1.0:
+            products.mul_(self.scale)
+        return products if self.softcap is None else products.div_(self.softcap).tanh_().mul_(self.softcap)
+
     def to(self, device: torch.device | str | None, dtype: torch.dtype | None = None) -> OutputHead:
         """The head on ``device`` and in ``dtype`` (None = as they are); itself if it is so already."""
         weight = self.weight.to(device=device, dtype=dtype)

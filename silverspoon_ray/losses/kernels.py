@@ -20,7 +20,7 @@ LOG_ZERO = -1e4
 
 def kl_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
     """KL(teacher || student)."""
-    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
+    student_sum, teacher_sum = exponentials(*student), exponentials(*teacher)
     _hold_at_log_zero(student, student_sum)
     _hold_at_log_zero(teacher, teacher_sum)
     # sum p_t (log p_t - log p_s)
@@ -35,7 +35,7 @@ def kl_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torc
 
 def reverse_kl_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None) -> torch.Tensor:
     """KL(student || teacher)."""
-    student_sum, teacher_sum = _exponentials(student), _exponentials(teacher)
+    student_sum, teacher_sum = exponentials(*student), exponentials(*teacher)
     _hold_at_log_zero(student, student_sum)
     _hold_at_log_zero(teacher, teacher_sum)
     ratios = student.logits.sub_(teacher.logits)  # log p_s - log p_t, but for a constant of the row
@@ -51,7 +51,7 @@ def reverse_kl_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None)
 def jsd_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, beta: float) -> torch.Tensor:
     """beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student."""
     for rows in (student, teacher):
-        rows.scratch.mul_(_exponentials(rows).reciprocal_())
+        rows.scratch.mul_(exponentials(*rows).reciprocal_())
     student_p, teacher_p = student.scratch, teacher.scratch
     # Logarithms of p/m rather than differences of logarithms: p/m is at most 1/beta or 1/(1-beta), and where p is equal
     # in both, lerp gives exactly p and the logarithm exactly 0.
@@ -66,17 +66,17 @@ def jsd_rows(student: Rows, teacher: Rows, gradient: torch.Tensor | None, *, bet
     return teacher_values.mul_(beta).add_(student_values, alpha=1.0 - beta).view(-1)
 
 
-def _exponentials(rows: Rows) -> torch.Tensor:
-    """Write exp(logits) to the scratch and return the sums of its rows [r, 1].
+def exponentials(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write exp(logits) [r, V] to ``out``, which may be ``logits``, and return the sums of its rows [r, 1].
 
     Probabilities that would be subnormal are 0 (in float32 those under 1e-32 of the largest). On a CPU, an exp that
     comes out subnormal takes 170 times as long and one that comes out 0 takes 50 times (measured): with banned classes
     or a small temperature that was most of the run. So exp is kept from both, and its smallest result becomes 0.
     """
     # exp(13) is more classes than a vocabulary has: the quotient by the sum is not subnormal either.
-    smallest = math.log(torch.finfo(rows.logits.dtype).tiny) + 13.0
-    exponentials = torch.clamp(rows.logits, min=smallest, out=rows.scratch).exp_()
-    return row_sums(torch.threshold_(exponentials, math.exp(smallest + 0.5), 0.0))
+    smallest = math.log(torch.finfo(logits.dtype).tiny) + 13.0
+    torch.clamp(logits, min=smallest, out=out).exp_()
+    return row_sums(torch.threshold_(out, math.exp(smallest + 0.5), 0.0))
 
 
 def _hold_at_log_zero(rows: Rows, sums: torch.Tensor) -> None:

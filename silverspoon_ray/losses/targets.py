@@ -34,6 +34,14 @@ class LogitTargets:
     def rows(self) -> torch.Size:
         return self.logits.shape[:-1]
 
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    @property
+    def classes(self) -> int | None:
+        return self.logits.shape[-1]
+
 
 @dataclass(frozen=True)
 class HiddenTargets:
@@ -51,10 +59,20 @@ class HiddenTargets:
             raise ConfigError(
                 "hidden", tuple(self.hidden.shape), f"the last dimension must be {self.head.width}, the head's width"
             )
+        if self.hidden.device != self.head.weight.device:
+            raise ConfigError("head", self.head.weight.device, f"must be on the device of hidden, {self.hidden.device}")
 
     @property
     def rows(self) -> torch.Size:
         return self.hidden.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def classes(self) -> int | None:
+        return self.head.classes
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,14 @@ class TopKTargets:
     def rows(self) -> torch.Size:
         return self.indices.shape[:-1]
 
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def classes(self) -> int | None:
+        return None
+
 
 @dataclass(frozen=True)
 class SampledTargets:
@@ -96,6 +122,14 @@ class SampledTargets:
     @property
     def rows(self) -> torch.Size:
         return self.indices.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.indices.device
+
+    @property
+    def classes(self) -> int | None:
+        return None
 
 
 SoftTargets = LogitTargets | HiddenTargets | TopKTargets | SampledTargets
