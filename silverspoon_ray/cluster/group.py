@@ -12,14 +12,19 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
-from silverspoon_ray.cluster.handle import TeacherHandle, get
-from silverspoon_ray.cluster.layouts.pipeline import TeacherStage
+from silverspoon_ray.cluster.codec import encode
+from silverspoon_ray.cluster.handle import AnswerLateError, TeacherHandle, get
+from silverspoon_ray.cluster.layouts.pipeline import EXAMPLE, TeacherStage, ask_pipeline
 from silverspoon_ray.cluster.layouts.ranks import TeacherLeader, TeacherRank
 from silverspoon_ray.cluster.resources import cluster_device_type, refuse_impossible, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
+from silverspoon_ray.errors import TeacherError
+from silverspoon_ray.models.example import example_inputs
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
 from silverspoon_ray.teacher.layout import check_layout
 from silverspoon_ray.teacher.placement import TeacherPlacement
+from silverspoon_ray.teacher.protocol import TeacherRequest
+from silverspoon_ray.teacher.stages import PipelinePlan
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +72,8 @@ class TeacherGroup:
             load_kwargs: passed to ``from_pretrained`` (dtype, attn_implementation, ...).
 
         Raises:
-            ConfigError: the teacher is no model source; before anything is reserved.
+            ConfigError: the teacher is no model source or cannot be laid out so; before anything is reserved, except
+                where only a forward of the model's stages shows it, which nothing outlives.
             PlacementError: the devices were not to be had within ``placement.startup_timeout_s``.
             TeacherError: the model could not be loaded, or not within that time.
         """
@@ -120,6 +126,8 @@ class TeacherGroup:
                 where = get(start, remaining, "the teacher's start", rank)
                 logger.info("teacher replica %d: pid %d on node %s", rank, where["pid"], where["node_id"])
             plan = get(replicas[0][0].plan.remote(), ANSWER_TIMEOUT_S, "the teacher's plan")
+            if plan is not None:
+                _try_pipelines(replicas, plan, deadline)
         except BaseException:
             _release([worker for replica in replicas for worker in replica], reserved)
             raise
@@ -187,6 +195,32 @@ def _start_replica(
         others = [start(TeacherRank, device, device, devices, retries=0) for device in range(1, devices)]
         start(TeacherLeader, 0, devices, others)
         actors.insert(0, actors.pop())
+
+
+def _try_pipelines(replicas: list[list[Any]], plan: PipelinePlan, deadline: float) -> None:
+    """Send an example down each pipeline: whether a model can be cut shows in its forward, not in its modules.
+
+    Raises:
+        ConfigError: it cannot.
+        TeacherError: the answer did not come by ``deadline``.
+    """
+
+    def remaining() -> float:
+        return max(deadline - time.monotonic(), 0.0)
+
+    example = example_inputs(get(replicas[0][0].structure.remote(), remaining(), "the teacher's structure"))
+    if example is None:
+        logger.debug("the teacher does not say what it takes: whether it can be cut shows at the first batch")
+        return
+    batch = ray.put(encode(example))
+    answers = [ask_pipeline(stages, plan, batch, TeacherRequest(), EXAMPLE) for stages in replicas]
+    for rank, answer in enumerate(answers):
+        try:
+            get(answer, remaining(), "the teacher's answer to an example", rank)
+        except AnswerLateError:
+            raise
+        except TeacherError as error:  # it may need more than its main input
+            logger.debug("the teacher's stages could not be tried: %s", error)
 
 
 def _release(workers: list[Any], groups: list[PlacementGroup]) -> None:

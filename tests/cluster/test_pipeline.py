@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from transformers import LlamaConfig
 
 import silverspoon_ray
 from silverspoon_ray import ResponseBasedDistiller, TeacherGroup, TeacherPlacement
@@ -115,6 +116,52 @@ def test_other_sources(source: str) -> None:
         assert torch.equal(group.handle.forward(batch()).logits, local.logits)
         whole = sum(p.numel() * 4 for p in TEACHER().parameters())
         assert max(s["weight_bytes"] for s in group.stats()) < 0.8 * whole
+
+
+class Sums(torch.nn.Module):
+    """Like a Hugging Face model to look at; what it gives is the sum of what its layers give."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = LlamaConfig(vocab_size=64, hidden_size=8, num_attention_heads=2)
+        self.embed = torch.nn.Embedding(64, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = total = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            total = total + hidden
+        return total
+
+
+class Needs(Sums):
+    """It needs more than its main input, so that nobody can try it; besides, its layers follow on each other."""
+
+    def forward(self, input_ids: torch.Tensor, scale: float) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden * scale
+
+
+def test_a_model_that_cannot_be_cut_is_refused_at_the_start() -> None:
+    """Not at the first training batch."""
+    before = reserved()
+    with pytest.raises(ConfigError, match="used beside the hidden state") as refused:
+        TeacherGroup.create(Sums, TeacherPlacement(num_devices=2))
+    assert (refused.value.key, refused.value.value) == ("num_devices", 2)
+    assert "1 for Sums, or strategy 'sharded'" in str(refused.value)
+    nothing_left(before)
+
+
+def test_a_model_that_cannot_be_tried_starts() -> None:
+    with TeacherGroup.create(Needs, TeacherPlacement(num_devices=2)) as group:
+        assert [s["forwards"] for s in group.stats()] == [0, 0]
+        ids = torch.ones(2, 3, dtype=torch.long)
+        assert group.handle.forward({"input_ids": ids, "scale": 2.0}).logits.shape == (2, 3, 8)
 
 
 def test_more_stages_than_layers(directory: Path) -> None:

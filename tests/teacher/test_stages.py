@@ -67,6 +67,12 @@ MODELS: dict[str, Callable[[], Any]] = {
         bos_token_id=1,
     ),
     "opt": of("OPTForCausalLM", "OPTConfig", ffn_dim=32, word_embed_proj_dim=16),
+    # Their layers return attention weights, which nothing reads.
+    "bloom": of("BloomForCausalLM", "BloomConfig", n_layer=4, n_head=4),
+    "mpt": of("MptForCausalLM", "MptConfig", d_model=16, n_layers=4, n_heads=4, expansion_ratio=2, max_seq_len=64),
+    "gpt_neo": of(
+        "GPTNeoForCausalLM", "GPTNeoConfig", num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]
+    ),
 }
 
 
@@ -92,7 +98,8 @@ def through(stages: list[PipelineStage], batch: dict[str, Any], request: Teacher
 def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
-    return same(left[0], right[0])  # layers that return a tuple: what follows the hidden state is None or a cache
+    pairs = zip(left, right, strict=True)  # what follows the hidden state: attention weights, None or a cache
+    return all(same(one, other) for one, other in pairs if isinstance(one, torch.Tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -249,7 +256,48 @@ class Loops(Sums):
         return hidden
 
 
+class GivesTwo(nn.Module):
+    """A layer that returns something besides the hidden state, and may take it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, hidden: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.linear(hidden)
+        hidden = hidden if other is None else hidden + other
+        return hidden, hidden.argmax(-1) if self.kind == "whole numbers" else hidden.mean(-1, keepdim=True)
+
+
+class PassesTwo(nn.Module):
+    """What its layers return second is handed on, or added up, or is whole numbers."""
+
+    kind = "handed on"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, 8), nn.ModuleList(GivesTwo(self.kind) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden, other, total = self.embed(input_ids), None, 0.0
+        for layer in self.layers:
+            hidden, other = layer(hidden, other) if self.kind == "handed on" else layer(hidden)
+            total = total + other if self.kind == "added up" else total
+        return hidden + total
+
+
+class AddsUp(PassesTwo):
+    kind = "added up"
+
+
+class Counts(PassesTwo):
+    kind = "whole numbers"
+
+
 REFUSALS = [
+    (PassesTwo, "takes `1` from"),
+    (AddsUp, "used beside the hidden state"),
+    (Counts, "whole numbers besides the hidden state"),
     (Skips, "takes `1` from"),
     (Reuses, "used behind the layers too"),
     (Sums, "used beside the hidden state"),
@@ -267,6 +315,30 @@ def test_what_would_be_wrong_is_refused(kind: type[nn.Module], said: str) -> Non
         stages.append(PipelineStage(model, plan, stage))
     with pytest.raises(ConfigError, match=said):
         through(stages, {"input_ids": torch.ones(2, 3, dtype=torch.long)}, TeacherRequest())
+
+
+def test_what_is_not_remembered_is_looked_at_again() -> None:
+    """An example shows nothing wrong, and the first real batch takes another way through the model."""
+
+    class Sometimes(Reuses):
+        def forward(self, input_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            total = hidden = self.embed(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden, torch.zeros(8))
+            return hidden if mask is None else hidden + total
+
+    model = Sometimes().eval()
+    plan = plan_pipeline(model, 2)
+    stages = []
+    for number in range(2):
+        model = Sometimes().eval()
+        keep_part(model, own_tensors(model, plan, number), CPU)
+        stages.append(PipelineStage(model, plan, number))
+    ids = torch.ones(2, 3, dtype=torch.long)
+    handed, _ = stages[0].run({"input_ids": ids}, TeacherRequest(), None, True)
+    stages[1].run({"input_ids": ids}, TeacherRequest(), handed, False, remember=False)
+    with pytest.raises(ConfigError, match="used beside the hidden state"):
+        stages[1].run({"input_ids": ids, "mask": ids}, TeacherRequest(), handed, False)
 
 
 def test_a_hook_that_fails_leaves_the_stage_usable() -> None:
