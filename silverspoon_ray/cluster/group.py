@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
 from silverspoon_ray.errors import TeacherError
 from silverspoon_ray.models.example import example_inputs
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
+from silverspoon_ray.teacher.compiled import check_compile_settings
 from silverspoon_ray.teacher.layout import check_layout
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import TeacherRequest
@@ -62,13 +64,20 @@ class TeacherGroup:
 
     @classmethod
     def create(
-        cls, teacher: ModelSource, placement: TeacherPlacement | None = None, **load_kwargs: Any
+        cls,
+        teacher: ModelSource,
+        placement: TeacherPlacement | None = None,
+        *,
+        torch_compile: Mapping[str, Any] | None = None,
+        **load_kwargs: Any,
     ) -> TeacherGroup:
         """Reserve devices, start the replicas and load the model.
 
         Args:
             teacher: a model directory or hub id, a callable without arguments, or a module.
             placement: None: one replica on one device.
+            torch_compile: ``{"backend": ..., "mode": ...}`` of torch.compile, for the teacher's layers; ``{}``: its
+                defaults. None: nothing is compiled. Tensor-parallel teachers are not, and say so in the log.
             load_kwargs: passed to ``from_pretrained`` (dtype, attn_implementation, ...).
 
         Raises:
@@ -79,6 +88,8 @@ class TeacherGroup:
         """
         check_source("teacher", teacher)
         teacher = located(teacher)
+        if torch_compile is not None:
+            check_compile_settings(torch_compile)
         placement = placement or TeacherPlacement()
         if not ray.is_initialized():
             ray.init()
@@ -97,6 +108,7 @@ class TeacherGroup:
             threads=max(1, int(bundle.get("CPU", 1))),
             strategy=placement.strategy,
             wrap_cls=placement.wrap_cls,
+            torch_compile=torch_compile,
         )
         everything = [bundle] * (placement.num_devices * placement.replicas)
         refuse_impossible(everything, f"{placement.replicas} replica(s) of the teacher")

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
 from silverspoon_ray.errors import TeacherError
 from silverspoon_ray.models.source import ModelSource, build_model
+from silverspoon_ray.teacher.compiled import CompiledLayers, compiled_graphs
 from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.protocol import TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan
@@ -36,6 +37,7 @@ class TeacherSpec:
         device_type: ``"cuda"`` or ``"cpu"``.
         threads: threads of a CPU replica.
         strategy, wrap_cls: see ``TeacherPlacement``.
+        torch_compile: ``backend`` and ``mode`` of torch.compile; None: nothing is compiled.
     """
 
     source: ModelSource | None
@@ -45,6 +47,7 @@ class TeacherSpec:
     threads: int
     strategy: str = "pp"
     wrap_cls: str | Sequence[str] | None = None
+    torch_compile: Mapping[str, Any] | None = None
 
 
 class TeacherWorker:
@@ -132,6 +135,7 @@ class TeacherWorker:
             "bytes_sent": self.nbytes,
             "busy_s": self.busy_s,
             **self.weights(),
+            **({} if self.spec.torch_compile is None else {"compiled_graphs": compiled_graphs()}),
         }
 
     def weights(self) -> dict[str, Any]:
@@ -142,6 +146,7 @@ class TeacherWorker:
         if self.teacher is None:
             try:
                 self.teacher = LocalTeacher(self._load())
+                self.teacher.compiled = self._compiled(self.teacher.model)
             except Exception as error:
                 raise TeacherError(
                     f"the teacher could not be loaded: {type(error).__name__}: {error}",
@@ -149,6 +154,10 @@ class TeacherWorker:
                     remote_traceback=traceback.format_exc(),
                 ) from None
         return self.teacher
+
+    def _compiled(self, model: nn.Module, layers: Sequence[str] | None = None) -> CompiledLayers | None:
+        settings = self.spec.torch_compile
+        return None if settings is None else CompiledLayers(model, layers=layers, **settings)
 
     def _choose_device(self) -> None:
         if self.spec.device_type == "cuda":

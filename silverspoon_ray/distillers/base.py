@@ -23,9 +23,10 @@ from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
 from silverspoon_ray.distillers.terms import LossTerm, combine
 from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.teacher.compiled import CompiledLayers, compile_settings
 from silverspoon_ray.teacher.distributed import shard_local
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
-from silverspoon_ray.teacher.local import as_teacher
+from silverspoon_ray.teacher.local import LocalTeacher, as_teacher
 from silverspoon_ray.teacher.lookahead import TICKET_KEY, TeacherTraffic, Ticket, Window
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.wanted import extract_logits
@@ -90,6 +91,9 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self.teacher = as_teacher(teacher_model, args.device, args.overlap_teacher_forward, place)
         if args.teacher_placement == "sharded":
             shard_local(self.teacher, self.accelerator.num_processes, args.device)
+        settings = compile_settings(args)
+        if settings is not None and isinstance(self.teacher, LocalTeacher) and teacher_model is not self.model:
+            self.teacher.compiled = CompiledLayers(self.teacher.model, **settings)
         self.alignments = list(alignments or [])
         self.prepare_teacher_inputs = prepare_teacher_inputs
         self.prepare_student_inputs = prepare_student_inputs

@@ -15,6 +15,7 @@ from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.models.output_head import output_head
 from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.compiled import CompiledLayers, running
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.wanted import Wanted, required_head
 
@@ -41,6 +42,8 @@ class LocalTeacher:
         self._structure: nn.Module | None = None
         self._wanted: dict[TeacherRequest, Wanted] = {}
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.compiled: CompiledLayers | None = None
+        """Set, the model's layers run compiled."""
 
     @property
     def structure(self) -> nn.Module:
@@ -61,7 +64,8 @@ class LocalTeacher:
         wanted = self._wanted.get(request)
         if wanted is None:
             wanted = self._wanted[request] = Wanted(self.model, request)
-        with evaluating(self.model), wanted.capturing() as captured:
+        looked_into = (*request.outputs, *request.inputs)
+        with evaluating(self.model), wanted.capturing() as captured, running(self.compiled, looked_into):
             return wanted.answer(captured, captured.forward(**batch), batch)
 
     def output_head(self) -> OutputHead:

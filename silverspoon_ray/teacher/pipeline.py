@@ -20,6 +20,7 @@ from silverspoon_ray.capture import ForwardTruncated, first_tensor
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.models.structure import structure_of
 from silverspoon_ray.nested import map_tensors
+from silverspoon_ray.teacher.compiled import CompiledLayers, running
 from silverspoon_ray.teacher.local import evaluating
 from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan, modules_below
@@ -84,6 +85,8 @@ class PipelineStage:
         self._others: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...] | None = None
         self._entered = False
         self._verified = number == 0
+        self.compiled: CompiledLayers | None = None
+        """Set, this stage's layers run compiled, unless in an example."""
         self._wanted: dict[TeacherRequest, Wanted] = {}
         own = plan.stages[number].layers
         first = plan.layers.index(own[0])
@@ -125,7 +128,8 @@ class PipelineStage:
         """
         wanted = self._wanted_of(request)
         self._received, self._left, self._entered = received, None, False
-        with evaluating(self.model), wanted.capturing(whole=hand_on) as captured:
+        compiling = running(self.compiled if remember else None, (*request.outputs, *request.inputs))
+        with evaluating(self.model), wanted.capturing(whole=hand_on) as captured, compiling:
             answer = wanted.answer(captured, captured.forward(**batch), batch)
         self._received = None
         left, self._left = self._left, None

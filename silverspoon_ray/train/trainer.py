@@ -27,6 +27,7 @@ from silverspoon_ray.distillers.response_based import soft_loss_from
 from silverspoon_ray.distillers.vocabulary import check_vocabularies, speaks_tokens
 from silverspoon_ray.errors import ConfigError, SilverspoonError
 from silverspoon_ray.models.source import ModelSource, check_source, known_config, known_structure, located
+from silverspoon_ray.teacher.compiled import compile_settings
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import Teacher
 from silverspoon_ray.train.alignments import check_alignments
@@ -106,6 +107,7 @@ class DistillationTrainer(TorchTrainer):
         self.distiller = distiller_class(distiller)
         self.arguments, checked = arguments_on_driver(args)
         self.distiller.check_arguments(checked)
+        self.torch_compile = compile_settings(checked)
         self.placement: TeacherPlacement | None = (
             checked.teacher_placement if isinstance(checked.teacher_placement, TeacherPlacement) else None
         )
@@ -190,7 +192,9 @@ class DistillationTrainer(TorchTrainer):
             if isinstance(teacher, Teacher):
                 pass
             elif self.placement is not None:
-                group = TeacherGroup.create(teacher, self.placement, **self.teacher_kwargs)
+                group = TeacherGroup.create(
+                    teacher, self.placement, torch_compile=self.torch_compile, **self.teacher_kwargs
+                )
                 teacher = group.handle
                 for replica in group.stats():
                     logger.info("teacher replica %s: pid %s", replica["rank"], replica["pid"])

@@ -135,7 +135,9 @@ class TeacherStage(TeacherWorker):
             plan = plan_pipeline(model, self.stages)
             keep_part(model, own_tensors(model, plan, self.number), self.device)
         self._structure = structure_of(model)
-        return PipelineStage(model.eval(), plan, self.number)
+        stage = PipelineStage(model.eval(), plan, self.number)
+        stage.compiled = self._compiled(model, plan.stages[self.number].layers)
+        return stage
 
     def _whole_model(self) -> nn.Module:
         if self.spec.module is not None:

@@ -95,6 +95,11 @@ class TeacherRank(TeacherWorker):
             # transformers' tensor parallelism reads these.
             os.environ.update(RANK=str(self.number), LOCAL_RANK="0", WORLD_SIZE=str(self.ranks))
             self.teacher = LocalTeacher(self._load_part())
+            if self.spec.strategy != "tp":
+                self.teacher.compiled = self._compiled(self.teacher.model)
+            elif self.spec.torch_compile is not None:
+                # The collectives are in hooks on the linear layers inside.
+                logger.warning("torch_compile leaves a tensor-parallel teacher as it is")
         except SilverspoonError:
             raise
         except Exception as error:
