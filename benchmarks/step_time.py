@@ -1,10 +1,12 @@
 """Steps per second of a distillation: silverspoon-kd in one process against ours with a dedicated teacher.
 
 Both get the same two cores. silverspoon-kd runs teacher and student one after the other in one process on two threads;
-ours gives the teacher's actor one thread and the student's process the other. The two are run in turn, round after
-round, in one script; what is reported are medians over rounds, and ratios.
+ours gives the teacher's actor one thread and the student's process the other. Every form of soft targets is run, by
+every transport that is asked for, all in turn, round after round, in one script; what is reported are medians over
+rounds, and ratios. Beside them stands the limit: what the teacher's forward (T) and the student's step (F+B) take when
+each is alone on one thread.
 
-    python benchmarks/step_time.py [--rounds 5] [--steps 20] [--vocabulary 8192]
+    python benchmarks/step_time.py [--rounds 5] [--steps 16] [--vocabulary 8192] [--transports object_store collective]
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ import transformers
 
 import silverspoon_ray
 from benchmarks.machine import machine, write
-from silverspoon_ray import TeacherGroup
+from silverspoon_ray import TeacherGroup, TeacherPlacement
+from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.models.structure import structure_of
-from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
+from silverspoon_ray.teacher.local import LocalTeacher
+from silverspoon_ray.teacher.protocol import FORMS, TeacherOutput, TeacherRequest
 
 BATCH, LENGTH = 8, 128
 WARM_UP = 4
@@ -68,13 +72,19 @@ class Constant:
     """A teacher that costs nothing: what remains is the student's own step."""
 
     dedicated = False
+    nbytes = 0
 
-    def __init__(self, model: torch.nn.Module, logits: torch.Tensor) -> None:
+    def __init__(self, model: torch.nn.Module, batch: Mapping[str, Any]) -> None:
+        self.local = LocalTeacher(model)
         self.structure = structure_of(model)
-        self.output = TeacherOutput(logits=logits)
-        self.nbytes = 0
+        self.batch = batch
+        self.output = TeacherOutput()
+
+    def output_head(self) -> OutputHead:
+        return self.local.output_head()
 
     def open(self, request: TeacherRequest) -> Constant:
+        self.output = self.local.answer(self.batch, request)
         return self
 
     def submit(self, batch: Mapping[str, Any]) -> Constant:
@@ -100,7 +110,6 @@ def distil(
         logging_steps=steps + WARM_UP,
         save_strategy="no",
         disable_tqdm=True,
-        use_cpu=True,
         **ours,
     )
     times = StepTimes()
@@ -112,16 +121,36 @@ def distil(
     return times.seconds_per_step(), next(row for row in distiller.state.log_history if "loss" in row)
 
 
-def teacher_alone(teacher: torch.nn.Module, data: Any, forwards: int) -> float:
-    """Median seconds of the teacher's forward."""
-    batch = torch.stack([data[i]["input_ids"] for i in range(BATCH)])
+def teacher_alone(teacher: torch.nn.Module, batch: Mapping[str, Any], form: str, forwards: int) -> float:
+    """Median seconds of the teacher's answer."""
+    local, request = LocalTeacher(teacher), TeacherRequest(logits=form)
     seconds = []
-    with torch.no_grad():
-        for _ in range(forwards):
-            begin = time.perf_counter()
-            teacher(input_ids=batch, use_cache=False)
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    for _ in range(forwards + 2):
+        begin = time.perf_counter()
+        local.answer(batch, request)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
+
+
+def picture(result: dict[str, Any], path: str) -> None:
+    """Steps of ours in the time of one of silverspoon-kd, and the limits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(result["ratio"])
+    limits = [result["limit_ratio"][name.split(", ")[0]] for name in names]
+    figure, axes = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1.5))
+    axes.barh(names, limits, color="#d9d9d9", label="limit: max(T, F+B) alone")
+    axes.barh(names, [result["ratio"][name] for name in names], color="#3b6fb6", height=0.5, label="measured")
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set_xlabel("steps in the time of one step of silverspoon-kd, on the same two cores")
+    axes.set_title(result["workload"], fontsize=9)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
@@ -130,55 +159,84 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    parser.add_argument("--transports", nargs="+", default=["object_store"], choices=["object_store", "collective"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: one card for both, half each")
     options = parser.parse_args()
     here = machine()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, options.vocabulary, (BATCH * 64, LENGTH), generator=generator)
     data = [{"input_ids": row, "labels": row} for row in tokens]
+    batch = {"input_ids": tokens[:BATCH].to(options.device), "use_cache": False}
     make_teacher = partial(llama, 512, 8, options.vocabulary, 0)
     make_student = partial(llama, 256, 6, options.vocabulary, 1)
+    cuda = options.device == "cuda"
+    common = {"use_cpu": not cuda}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    placement = TeacherPlacement(device_type=options.device, resources_per_device={"GPU": 0.5} if cuda else None)
     rounds: list[dict[str, float]] = []
-    with TeacherGroup.create(make_teacher) as group:
-        local_teacher = make_teacher().eval()
+    nbytes: dict[str, float] = {}
+    with TeacherGroup.create(make_teacher, placement) as group:
+        local_teacher = make_teacher().eval().to(options.device)
         for number in range(options.rounds):
             torch.set_num_threads(2)
-            reference, reference_log = distil(silverspoon_kd, local_teacher, make_student(), data, options.steps)
+            reference, reference_log = distil(
+                silverspoon_kd, local_teacher, make_student(), data, options.steps, **common
+            )
             torch.set_num_threads(1)
-            ours, our_log = distil(
-                silverspoon_ray, group.handle, make_student(), data, options.steps, teacher_prefetch=options.prefetch
-            )
-            forward = teacher_alone(local_teacher, data, options.steps)
-            constant = Constant(local_teacher, torch.randn(BATCH, LENGTH, options.vocabulary))
-            student, _ = distil(silverspoon_ray, constant, make_student(), data, options.steps)
-            assert abs(reference_log["loss"] - our_log["loss"]) < 1e-3 * abs(reference_log["loss"]), "not the same job"
-            rounds.append(
-                {
-                    "reference_s": reference,
-                    "ours_s": ours,
-                    "teacher_alone_s": forward,
-                    "student_alone_s": student,
-                    "ratio": reference / ours,
-                    "over_limit": ours / max(forward, student),
-                    "wait_fraction": our_log["teacher/wait_fraction"],
-                }
-            )
-            print(f"round {number}: " + ", ".join(f"{k} {v:.4f}" for k, v in rounds[-1].items()), flush=True)
-        bytes_per_step = our_log["teacher/bytes_per_step"]
-    medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+            row = {"reference": reference}
+            for form in options.forms:
+                for transport in options.transports:
+                    seconds, log = distil(
+                        silverspoon_ray,
+                        group.handle,
+                        make_student(),
+                        data,
+                        options.steps,
+                        teacher_prefetch=options.prefetch,
+                        teacher_logits=form,
+                        teacher_transport=transport,
+                        **common,
+                    )
+                    row[f"{form}, {transport}"] = seconds
+                    row[f"waiting, {form}, {transport}"] = log["teacher/wait_fraction"]
+                    nbytes[form] = log["teacher/bytes_per_step"]
+                    if form in ("full", "hidden"):
+                        same = abs(reference_log["loss"] - log["loss"]) < 1e-3 * abs(reference_log["loss"])
+                        assert same, "not the same job"
+                row[f"T, {form}"] = teacher_alone(local_teacher, batch, form, options.steps // 2)
+                constant = Constant(local_teacher, batch)
+                alone = {"teacher_logits": form, **common}
+                row[f"F+B, {form}"], _ = distil(
+                    silverspoon_ray, constant, make_student(), data, options.steps // 2, **alone
+                )
+            rounds.append(row)
+            print(f"round {number}: " + ", ".join(f"{key} {value:.3f}" for key, value in row.items()), flush=True)
+    median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+    runs = [f"{form}, {transport}" for form in options.forms for transport in options.transports]
+    limit = {form: max(median[f"T, {form}"], median[f"F+B, {form}"]) for form in options.forms}
+    tokens_per_step = BATCH * LENGTH
     result = {
-        "what": "steps per second of ours over silverspoon-kd, same two cores",
+        "what": "steps of ours in the time of one of silverspoon-kd, same two cores; medians over rounds",
         "workload": f"Llama 512 x 8 teaches 256 x 6, vocabulary {options.vocabulary}, {BATCH} x {LENGTH} tokens",
+        "device": options.device,
         "prefetch": options.prefetch,
         "steps_per_round": options.steps,
-        "median": medians,
-        "limit_ratio": medians["reference_s"] / max(medians["teacher_alone_s"], medians["student_alone_s"]),
-        "bytes_per_step": bytes_per_step,
+        "ratio": {run: statistics.median(row["reference"] / row[run] for row in rounds) for run in runs},
+        "limit_ratio": {form: median["reference"] / seconds for form, seconds in limit.items()},
+        "over_limit": {run: median[run] / limit[run.split(", ")[0]] for run in runs},
+        "bytes_per_token": {form: size / tokens_per_step for form, size in nbytes.items()},
+        "median_seconds": median,
         "rounds": rounds,
         "machine": here,
     }
-    path = write(f"step_time_{options.vocabulary}", result)
-    print(f"ratio {medians['ratio']:.2f}, over the limit {medians['over_limit']:.3f}; written to {path}")
+    name = f"step_time_{options.vocabulary}" + ("_cuda" if cuda else "")
+    path = write(name, result)
+    picture(result, str(path.with_suffix(".png")))
+    for run in runs:
+        limits = result["limit_ratio"][run.split(", ")[0]]  # type: ignore[index]
+        print(f"{run}: {result['ratio'][run]:.2f}x of silverspoon-kd, limit {limits:.2f}x")  # type: ignore[index]
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":
