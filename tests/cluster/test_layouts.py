@@ -59,7 +59,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two replicas": {"replicas": 2},
     "two replicas of pp2": {"num_devices": 2, "replicas": 2},
 }
-# Relative and absolute. bf16 has steps of 2^-8, and two ranks round their sums before they are added.
+# Relative to the largest value. bf16 has steps of 2^-8, and two ranks round their sums before they are added.
 TENSOR_PARALLEL = {"fp32": 1e-5, "bf16": 2**-5}
 WITH_PLAN = ("llama",)
 ROWS = 5
@@ -113,7 +113,12 @@ def hosts(ray_cluster: Any) -> Iterator[list[Any]]:
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
     for name, path in made.items():
-        FAMILIES[name]().save_pretrained(path)
+        model = FAMILIES[name]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(8)  # as they are made, layers of this width hardly change what they get
+        model.save_pretrained(path)
     return made
 
 
@@ -181,8 +186,8 @@ def difference(one: Any, other: Any, tolerance: float) -> None:
             difference(left, right, tolerance)
     elif isinstance(other, torch.Tensor):
         assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-        assert tolerance > 0 or torch.equal(one, other)
+        assert one.shape == other.shape
+        assert torch.equal(one, other) if tolerance == 0 else (one - other).abs().max() <= tolerance * other.abs().max()
 
 
 def same_answers(answer: TeacherOutput, expected: TeacherOutput, tolerance: float) -> None:
