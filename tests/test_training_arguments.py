@@ -295,10 +295,6 @@ def test_errors_of_a_placement_name_its_keyword() -> None:
 
 
 NOT_YET: list[tuple[str, Any]] = [
-    ("teacher_logits", "top_k"),
-    ("teacher_logits", "sampled"),
-    ("teacher_logits", "hidden"),
-    ("teacher_top_k", 8),
     ("teacher_cache", "/a/cache"),
     ("teacher_transport", "collective"),
 ]

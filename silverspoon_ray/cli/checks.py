@@ -283,6 +283,9 @@ def _check_arguments(config: RunConfigFile) -> None:
 
 def _check_distiller(config: RunConfigFile) -> None:
     from silverspoon_ray.distillers.factory import distiller_class
+    from silverspoon_ray.distillers.soft_targets import check_soft_targets
+    from silverspoon_ray.losses import get_loss_function
+    from silverspoon_ray.models.output_head import output_head_name
 
     distiller = distiller_class(config.distiller)
     # The keywords that come from other sections, and those that no YAML value can give.
@@ -293,9 +296,14 @@ def _check_distiller(config: RunConfigFile) -> None:
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"distiller_kwargs.{name}", value, f"unknown keyword; {nearest(name, known)}")
-    for name in ("use_liger_kernel", "output_head_layer"):
-        if given.get(name):
-            raise NotYetError(f"distiller_kwargs.{name}", given[name], "not built yet, leave it out")
+    if given.get("output_head_layer") is not None:
+        with _below("distiller_kwargs"):
+            output_head_name(hub.meta_model("student", config.student), given["output_head_layer"])
+    if distiller.compares_logits:
+        loss = get_loss_function(given.get("soft_loss_fn") or "kl_divergence", **given.get("soft_loss_fn_kwargs", {}))
+        form = arguments_to_read(config).teacher_logits
+        with _below("args"):
+            check_soft_targets(form, loss, hub.meta_model("teacher", config.teacher) if form == "hidden" else None)
 
 
 def _check_layout(config: RunConfigFile) -> None:

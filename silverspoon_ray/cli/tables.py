@@ -156,12 +156,14 @@ def _bytes_per_token(run: RunConfigFile, args: TrainingArguments, teacher: Any) 
     import torch
 
     from silverspoon_ray.alignments.describe import feature_size
-    from silverspoon_ray.distillers.vocabulary import vocabulary_size
+    from silverspoon_ray.distillers.soft_targets import bytes_per_token
+    from silverspoon_ray.teacher.protocol import TeacherRequest
     from silverspoon_ray.train.alignments import make_alignments
 
     dtype = getattr(torch, args.teacher_wire_dtype) if args.teacher_wire_dtype else teacher.dtype
     if run.alignments is None:
-        return (vocabulary_size(teacher.config) or 0) * dtype.itemsize
+        request = TeacherRequest(logits=args.teacher_logits, wire_dtype=dtype, top_k=args.teacher_top_k)
+        return bytes_per_token(request, teacher)
     alignments = make_alignments(run.alignments, teacher, hub.meta_model("student", run.student))
     blocks = {alignment.teacher_module_name: alignment.teacher_block for alignment in alignments}
     states = sum(feature_size(block) or 0 for block in blocks.values())

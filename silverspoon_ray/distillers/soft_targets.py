@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
+from silverspoon_ray.distillers.vocabulary import vocabulary_size
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses import JSDLoss, KLDivergenceLoss
 from silverspoon_ray.losses.head import OutputHead
@@ -34,6 +36,39 @@ def check_form(form: str, loss: Any) -> None:
             '"full", "hidden" or "top_k" with this soft_loss_fn: only the forward KL divergence is linear in the '
             "teacher's probabilities, so that an unbiased sample of them gives an unbiased loss",
         )
+
+
+def check_soft_targets(form: str, loss: Any, teacher: nn.Module | None) -> None:
+    """:func:`check_form`, and where the teacher's structure is known that it has what the form needs.
+
+    Raises:
+        ConfigError: of the key ``teacher_logits``.
+    """
+    check_form(form, loss)
+    if form == "hidden" and teacher is not None:
+        required_head(teacher)
+
+
+def bytes_per_token(request: TeacherRequest, teacher: nn.Module) -> int:
+    """What a position takes on the wire; an upper bound where it depends on the position.
+
+    Args:
+        request: what is asked for instead of logits.
+        teacher: the teacher's model or its structure, whose dtype decides where the request names none.
+    """
+    dtype = request.wire_dtype or next(teacher.parameters()).dtype
+    classes = vocabulary_size(getattr(teacher, "config", None)) or 0
+    if request.logits == "full":
+        return classes * dtype.itemsize
+    if request.logits == "hidden":
+        head: Any = teacher.get_submodule(required_head(teacher))
+        return int(head.in_features) * dtype.itemsize
+    classes = min(classes, request.classes or classes)
+    index, log_prob = (2 if classes <= 65536 else 4), (2 if dtype.itemsize == 2 else 4)
+    if request.logits == "top_k":
+        k = min(request.top_k, classes)
+        return k * index + (k + 1) * log_prob
+    return request.top_k * (index + log_prob)
 
 
 class SoftTargetReader:

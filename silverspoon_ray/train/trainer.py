@@ -24,6 +24,7 @@ from silverspoon_ray.cluster.group import TeacherGroup, device_bundle
 from silverspoon_ray.cluster.resources import check_room, cluster_device_type, refuse_impossible
 from silverspoon_ray.distillers import BaseDistiller, ResponseBasedDistiller, distiller_class
 from silverspoon_ray.distillers.response_based import soft_loss_from
+from silverspoon_ray.distillers.soft_targets import check_soft_targets
 from silverspoon_ray.distillers.vocabulary import check_vocabularies, speaks_tokens
 from silverspoon_ray.errors import ConfigError, SilverspoonError
 from silverspoon_ray.models.source import ModelSource, check_source, known_config, known_structure, located
@@ -134,7 +135,9 @@ class DistillationTrainer(TorchTrainer):
         self.student = located(student)
         self.distiller_kwargs = dict(distiller_kwargs or {})
         if issubclass(self.distiller, ResponseBasedDistiller):
-            soft_loss_from(self.distiller_kwargs.get("soft_loss_fn"), self.distiller_kwargs.get("soft_loss_fn_kwargs"))
+            given_loss = (self.distiller_kwargs.get(key) for key in ("soft_loss_fn", "soft_loss_fn_kwargs"))
+            structure = teacher.structure if isinstance(teacher, Teacher) else known_structure(teacher)
+            check_soft_targets(checked.teacher_logits, soft_loss_from(*given_loss), structure)
             teacher_config = known_config(teacher.structure if isinstance(teacher, Teacher) else teacher)
             student_config = known_config(student)
             if speaks_tokens(student_config):

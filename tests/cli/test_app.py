@@ -333,6 +333,18 @@ def test_check_shows_the_teachers_layout(strategy: str, workplace: Path, capsys:
     assert f"token {4 * 260 / 1024:.4g} KiB" in lines
 
 
+@pytest.mark.parametrize(
+    ("form", "size"), [("hidden", 4 * 32), ("top_k", 2 * 8 + 4 * 9), ("sampled", 6 * 8), ("full", 2 * 260)]
+)
+def test_check_shows_what_travels(form: str, size: int, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "teacher" / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 260}))
+    settings = [f"args.teacher_logits={form}", "args.teacher_top_k=8", "student.overrides.vocab_size=260"]
+    settings += ["args.teacher_wire_dtype=bfloat16"] if form == "full" else []
+    assert main(["check", "run.yaml", "args.teacher_placement={num_devices: 1}", *settings]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"token {size} B" in lines, lines
+
+
 LAYOUT_MISTAKES = [
     ("{num_devices: 3}", "args.teacher_placement.num_devices=3", "at most 2"),
     ("{strategy: tp, num_devices: 4}", "args.teacher_placement.num_devices=4", "num_attention_heads=2"),
