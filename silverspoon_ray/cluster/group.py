@@ -17,9 +17,9 @@ from silverspoon_ray.cluster.codec import encode
 from silverspoon_ray.cluster.handle import AnswerLateError, TeacherHandle, get
 from silverspoon_ray.cluster.layouts.pipeline import EXAMPLE, TeacherStage, ask_pipeline
 from silverspoon_ray.cluster.layouts.ranks import TeacherLeader, TeacherRank
-from silverspoon_ray.cluster.resources import cluster_device_type, refuse_impossible, reserve
+from silverspoon_ray.cluster.resources import ACCELERATOR, cluster_device_type, refuse_impossible, reserve
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker
-from silverspoon_ray.errors import TeacherError
+from silverspoon_ray.errors import ConfigError, TeacherError
 from silverspoon_ray.models.example import example_inputs
 from silverspoon_ray.models.source import ModelSource, check_source, known_structure, located
 from silverspoon_ray.teacher.compiled import check_compile_settings
@@ -66,7 +66,7 @@ class TeacherGroup:
     def create(
         cls,
         teacher: ModelSource,
-        placement: TeacherPlacement | None = None,
+        placement: TeacherPlacement | Mapping[str, Any] | None = None,
         *,
         torch_compile: Mapping[str, Any] | None = None,
         **load_kwargs: Any,
@@ -75,10 +75,10 @@ class TeacherGroup:
 
         Args:
             teacher: a model directory or hub id, a callable without arguments, or a module.
-            placement: None: one replica on one device.
+            placement: a mapping of its keywords will do. None: one replica on one device.
             torch_compile: ``{"backend": ..., "mode": ...}`` of torch.compile, for the teacher's layers; ``{}``: its
                 defaults. None: nothing is compiled. Tensor-parallel teachers are not, and say so in the log.
-            load_kwargs: passed to ``from_pretrained`` (dtype, attn_implementation, ...).
+            load_kwargs: passed to ``from_pretrained`` (dtype, attn_implementation, ...); of a directory or hub id.
 
         Raises:
             ConfigError: the teacher is no model source or cannot be laid out so; before anything is reserved, except
@@ -90,7 +90,8 @@ class TeacherGroup:
         teacher = located(teacher)
         if torch_compile is not None:
             check_compile_settings(torch_compile)
-        placement = placement or TeacherPlacement()
+        placement = TeacherPlacement.from_value(placement or {})
+        check_load_keywords(teacher, load_kwargs)
         if not ray.is_initialized():
             ray.init()
         deadline = time.monotonic() + placement.startup_timeout_s
@@ -111,7 +112,9 @@ class TeacherGroup:
             torch_compile=torch_compile,
         )
         everything = [bundle] * (placement.num_devices * placement.replicas)
-        refuse_impossible(everything, f"{placement.replicas} replica(s) of the teacher")
+        devices = f"the teacher's devices (num_devices={placement.num_devices}, replicas={placement.replicas})"
+        refuse_impossible(everything, devices)
+        refuse_impossible([bundle] * placement.num_devices, devices, placement.placement_strategy)
         replicas: list[list[Any]] = []
         reserved: list[PlacementGroup] = []
         try:
@@ -163,13 +166,27 @@ class TeacherGroup:
         self.shutdown()
 
 
+def check_load_keywords(teacher: ModelSource, load_kwargs: Mapping[str, Any]) -> None:
+    """Refuse keywords that would not arrive at ``from_pretrained``, or are none of its own.
+
+    Raises:
+        ConfigError: naming one.
+    """
+    for key, value in load_kwargs.items():
+        if key in TeacherPlacement.__dataclass_fields__:
+            raise ConfigError(key, value, f"a keyword of the placement: TeacherPlacement({key}={value!r})")
+        if not isinstance(teacher, str):
+            expected = "left out: only a teacher that is a directory or hub id is loaded with keywords"
+            raise ConfigError(key, value, expected)
+
+
 def device_bundle(placement: TeacherPlacement, device_type: str) -> dict[str, float]:
     """The resources of one of the teacher's devices."""
     bundle: dict[str, float] = {"CPU": 1.0}
     if device_type == "cuda":
         bundle["GPU"] = 1.0
     if placement.accelerator_type is not None:
-        bundle[f"accelerator_type:{placement.accelerator_type}"] = 0.001
+        bundle[f"{ACCELERATOR}{placement.accelerator_type}"] = 0.001
     bundle.update(placement.resources_per_device or {})
     return bundle
 

@@ -74,13 +74,16 @@ class TeacherPlacement:
             raise ConfigError("teacher_placement.startup_timeout_s", self.startup_timeout_s, "seconds, more than 0")
         if self.wrap_cls is not None and self.strategy != "sharded":
             raise ConfigError("teacher_placement.wrap_cls", self.wrap_cls, 'None, unless strategy="sharded"')
+        names = self.wrap_cls if isinstance(self.wrap_cls, Sequence) else [self.wrap_cls]
+        if self.wrap_cls is not None and not (names and all(isinstance(name, str) for name in names)):
+            raise ConfigError("teacher_placement.wrap_cls", self.wrap_cls, "a class name, or a list of them")
         if self.resources_per_device is not None and not isinstance(self.resources_per_device, Mapping):
             expected = "a mapping of resource names to amounts"
             raise ConfigError("teacher_placement.resources_per_device", self.resources_per_device, expected)
-        if self.accelerator_type is not None and not isinstance(self.accelerator_type, str):
+        if self.accelerator_type is not None and not (self.accelerator_type and isinstance(self.accelerator_type, str)):
             raise ConfigError("teacher_placement.accelerator_type", self.accelerator_type, "a name such as 'H100'")
         for name, amount in (self.resources_per_device or {}).items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < float("inf"):
                 raise ConfigError(f"teacher_placement.resources_per_device.{name}", amount, "an amount above 0")
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:

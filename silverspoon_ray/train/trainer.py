@@ -114,6 +114,9 @@ class DistillationTrainer(TorchTrainer):
         )
         if not isinstance(teacher, Teacher):
             check_source("teacher", teacher)
+        elif checked.teacher_placement is not None:
+            expected = "None for the handle of a TeacherGroup, which says itself where it runs"
+            raise ConfigError("args.teacher_placement", checked.teacher_placement, expected)
         check_source("student", student)
         if train_dataset is None:
             raise ConfigError("train_dataset", None, "a dataset, a ray.data.Dataset, or a callable that makes one")
@@ -191,6 +194,7 @@ class DistillationTrainer(TorchTrainer):
         students, reading = self._student_bundles()
         purpose = f"{len(students)} student worker(s)" + (f" and {READING}" if reading else "")
         refuse_impossible([*students, *reading, *self._teacher_bundles()], f"the teacher and {purpose}")
+        refuse_impossible(students, purpose, self.scaling_config.placement_strategy)
         try:
             if isinstance(teacher, Teacher):
                 pass

@@ -77,6 +77,12 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("teacher_only_devices", 2, {}),
     ("wrap_cls", "LlamaDecoderLayer", {}),
     ("wrap_cls", ["A"], {"strategy": "pp"}),
+    ("wrap_cls", 3, {"strategy": "sharded"}),
+    ("wrap_cls", [], {"strategy": "sharded"}),
+    ("wrap_cls", ["A", 3], {"strategy": "sharded"}),
+    ("accelerator_type", "", {}),
+    ("accelerator_type", 100, {}),
+    ("resources_per_device", "teacher", {}),
     ("device_type", "tpu", {}),
     ("device_type", "CUDA", {}),
     ("placement_strategy", "pack", {}),
@@ -102,7 +108,7 @@ def test_refused(name: str, value: Any, others: dict[str, Any]) -> None:
     assert pickle.loads(pickle.dumps(refused.value)).args == refused.value.args or value != value
 
 
-@pytest.mark.parametrize("amount", [0, -1, "1", True, None])
+@pytest.mark.parametrize("amount", [0, -1, "1", True, None, float("inf")])
 def test_refused_resources(amount: Any) -> None:
     with pytest.raises(ConfigError, match=r"teacher_placement\.resources_per_device\.memory=") as refused:
         TeacherPlacement(resources_per_device={"CPU": 1, "memory": amount})
