@@ -137,6 +137,13 @@ def _plan(
         flat = None if flat is None else flat[index]
     if flat is None:
         soft_mask = None  # all that are computed count
+    soft_scale = None if targets is None else _weight("soft_weight", soft_weight, dtype, device)
+    task_scale = None if flat is None else _weight("task_weight", task_weight, dtype, device)
+    # What is known to be 0 needs no gradient, if something else gives one.
+    if task_scale is not None and isinstance(soft_weight, (int, float)) and soft_weight == 0:
+        soft_scale = None
+    elif soft_scale is not None and isinstance(task_weight, (int, float)) and task_weight == 0:
+        task_scale = None
     return Plan(
         targets=targets,
         loss=loss,
@@ -145,8 +152,8 @@ def _plan(
         labels=flat,
         soft_items=soft_items,
         task_items=task_items,
-        soft_weight=None if targets is None else _weight("soft_weight", soft_weight, dtype, device),
-        task_weight=None if flat is None else _weight("task_weight", task_weight, dtype, device),
+        soft_weight=soft_scale,
+        task_weight=task_scale,
         classes=classes,
         dtype=dtype,
     )
@@ -158,15 +165,15 @@ def _items(counted: torch.Tensor | None, rows: int, dtype: torch.dtype, device: 
     return counted.sum().clamp(min=1).to(dtype)
 
 
-def _weight(key: str, weight: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """The weight as a 0-d tensor, None if it is known to be 0."""
+def _weight(key: str, weight: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The weight as a 0-d tensor."""
     if isinstance(weight, torch.Tensor):
         if weight.ndim:
             raise ConfigError(key, tuple(weight.shape), "a tensor must be 0-d, this is its shape")
         return weight.detach().to(device, dtype, non_blocking=True)
     if not is_real(weight) or not math.isfinite(weight):
         raise ConfigError(key, weight, "must be a finite number or a 0-d tensor")
-    return torch.full((), float(weight), dtype=dtype, device=device) if weight else None
+    return torch.full((), float(weight), dtype=dtype, device=device)
 
 
 # --- Checks
