@@ -79,8 +79,8 @@ def combined_loss(
             `SampledTargets`; on a CPU also labels and indices that are no classes.
     """
     logits = student.hidden if isinstance(student, LinearStudent) else student
-    total = student.head.classes if isinstance(student, LinearStudent) else logits.shape[-1]
     _check_student(student)
+    total = student.head.classes if isinstance(student, LinearStudent) else logits.shape[-1]
     lead = logits.shape[:-1]
     classes = _check_soft(targets, loss, mask, classes, lead, total, logits.device)
     _check_labels(labels, lead, total, logits.device)
