@@ -202,8 +202,6 @@ class TrainingArguments(transformers.TrainingArguments):
         for name, default in not_yet.items():
             if getattr(self, name) != default:
                 raise NotYetError(name, getattr(self, name), f"not built yet, leave it at {default!r}")
-        if self.teacher_transport == "collective":
-            raise NotYetError("teacher_transport", "collective", 'not built yet, use "auto" or "object_store"')
 
     def _check_placement(self) -> None:
         placement = self.teacher_placement

@@ -8,6 +8,7 @@ dtype, bit-exact, two bytes for a bfloat16.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +40,12 @@ class Encoded:
 
     Attributes:
         value: the value with a :class:`TensorSpec` in place of every tensor.
-        buffers: the tensors' bytes, ``uint8``, one-dimensional.
+        buffers: the tensors' bytes, ``uint8``, one-dimensional: NumPy arrays in host memory for the object store,
+            tensors where they go another way.
     """
 
     value: Any
-    buffers: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    buffers: list[np.ndarray[Any, Any] | torch.Tensor] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +61,7 @@ def encode(value: Any, wire_dtype: torch.dtype | None = None) -> Encoded:
     """
     encoded = Encoded(None)
     encoded.value = _take_out(value, encoded, {}, wire_dtype)
-    return encoded
+    return _as_arrays(encoded)
 
 
 def _take_out(value: Any, encoded: Encoded, known: dict[tuple[Any, ...], int], wire_dtype: torch.dtype | None) -> Any:
@@ -72,8 +74,7 @@ def _take_out(value: Any, encoded: Encoded, known: dict[tuple[Any, ...], int], w
             tensor = tensor.to(wire_dtype)
         place = (*place, tensor.dtype)
         if place not in known or tensor.numel() == 0:
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            encoded.buffers.append(flat.view(torch.uint8).numpy())
+            encoded.buffers.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
             known[place] = len(encoded.buffers) - 1
         return TensorSpec(known[place], str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
@@ -90,12 +91,24 @@ def decode(encoded: Encoded) -> Any:
     return _put_back(encoded.value, encoded.buffers)
 
 
-def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None) -> Encoded:
-    """An answer; soft targets travel in the dtypes that they have."""
+def encode_output(output: TeacherOutput, wire_dtype: torch.dtype | None = None, arrays: bool = True) -> Encoded:
+    """An answer; soft targets travel in the dtypes that they have.
+
+    Args:
+        output: the answer.
+        wire_dtype: floating-point tensors are cast to it first; None: bit-exact.
+        arrays: make arrays in host memory of the buffers; otherwise they are tensors on their devices, in the
+            answer's own memory where that allows it.
+    """
     encoded, known = Encoded(None), dict[tuple[Any, ...], int]()
     cast = {"logits": output.logits, "outputs": output.outputs, "inputs": output.inputs}
     encoded.value = _take_out(cast, encoded, known, wire_dtype)
     encoded.value["soft_targets"] = _take_out(output.soft_targets, encoded, known, None)
+    return _as_arrays(encoded) if arrays else encoded
+
+
+def _as_arrays(encoded: Encoded) -> Encoded:
+    encoded.buffers = [b.to("cpu").numpy() if isinstance(b, torch.Tensor) else b for b in encoded.buffers]
     return encoded
 
 
@@ -104,9 +117,23 @@ def decode_output(encoded: Encoded) -> TeacherOutput:
     return TeacherOutput(**decode(encoded), borrowed=True)
 
 
+def decode_received(encoded: Encoded) -> TeacherOutput:
+    """An answer whose buffers are this process's own; borrowed only where one buffer serves several tensors."""
+    indices = list(_indices(encoded.value))
+    return TeacherOutput(**decode(encoded), borrowed=len(indices) > len(set(indices)))
+
+
+def _indices(value: Any) -> Iterator[int]:
+    if isinstance(value, TensorSpec):
+        yield value.index
+    elif isinstance(value, dict | tuple | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _indices(item)
+
+
 # Not a closure within decode: one that calls itself is a reference cycle, and would keep the buffers, memory of the
 # object store, until the garbage collector comes by.
-def _put_back(value: Any, buffers: list[np.ndarray[Any, Any]]) -> Any:
+def _put_back(value: Any, buffers: list[np.ndarray[Any, Any] | torch.Tensor]) -> Any:
     if isinstance(value, TensorSpec):
         return _view(buffers[value.index], getattr(torch, value.dtype), value.shape)
     if isinstance(value, dict):
@@ -117,7 +144,9 @@ def _put_back(value: Any, buffers: list[np.ndarray[Any, Any]]) -> Any:
     return value
 
 
-def _view(buffer: np.ndarray[Any, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _view(buffer: np.ndarray[Any, Any] | torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if isinstance(buffer, torch.Tensor):
+        return buffer.view(dtype).view(shape)
     if buffer.nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     # torch warns about every read-only NumPy array that it wraps, and a warning filter would be global state. A

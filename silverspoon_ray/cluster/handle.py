@@ -8,14 +8,17 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode, decode_output, encode
 from silverspoon_ray.cluster.layouts.pipeline import ask_pipeline
 from silverspoon_ray.cluster.layouts.ranks import Scattered
+from silverspoon_ray.cluster.transport.choice import chosen_inbox
+from silverspoon_ray.cluster.transport.inbox import Delivery, Inbox
+from silverspoon_ray.cluster.waiting import AnswerLateError, AnswerLostError, get
 from silverspoon_ray.cluster.worker import describe_batch
-from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
+from silverspoon_ray.errors import ConfigError, TeacherError
 from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.nested import map_tensors
 from silverspoon_ray.teacher.protocol import FORMS, TeacherOutput, TeacherRequest
@@ -25,14 +28,6 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 PING_TIMEOUT_S = 5.0
-
-
-class AnswerLateError(TeacherError):
-    """The answer did not come in time."""
-
-
-class AnswerLostError(TeacherError):
-    """The answer existed, but the process or node that held it is gone."""
 
 
 class TeacherHandle:
@@ -89,6 +84,11 @@ class TeacherHandle:
     def open(self, request: TeacherRequest) -> RemoteStream:
         return RemoteStream(self, request)
 
+    def numbered(self) -> int:
+        """The next request's number."""
+        self._submitted += 1
+        return self._submitted
+
     def forward(
         self,
         batch: Mapping[str, Any],
@@ -106,7 +106,8 @@ class TeacherHandle:
                 ``"sampled"``), or None for none.
             outputs, inputs: dotted module names whose outputs, or first tensor inputs, are wanted.
             device: where the tensors shall be; None: the CPU.
-            further: of :class:`TeacherRequest`: ``top_k``, ``temperature``, ``classes``, ``seed``, ``wire_dtype``.
+            further: of :class:`TeacherRequest`: ``top_k``, ``temperature``, ``classes``, ``seed``, ``wire_dtype``,
+                ``transport``.
 
         Returns:
             tensors in memory of their own, free to be written to.
@@ -124,11 +125,18 @@ class TeacherHandle:
 
     def stats(self) -> list[dict[str, Any]]:
         """Per actor: rank, pid, node, stage, bytes of weights, forwards, bytes sent, seconds busy; counted since its
-        process started."""
+        process started. Of the collective transport: open streams, and bytes that wait to be fetched."""
         return [get(worker.stats.remote(), self.timeout_s, "the teacher's stats") for worker in self.workers]
 
-    def send(self, batch: Encoded, request: TeacherRequest) -> tuple[list[ray.ObjectRef], int, int]:
+    def send(
+        self, batch: Encoded, request: TeacherRequest, inbox: Inbox | None = None
+    ) -> tuple[list[ray.ObjectRef], int, int]:
         """Submit to the least loaded replica; the one unused for longest where several are.
+
+        Args:
+            batch: encoded.
+            request: what is wanted.
+            inbox: where tensors are to go; None: into the object store.
 
         Returns:
             references of the answer's parts, the replica's rank, the batch's number.
@@ -139,16 +147,16 @@ class TeacherHandle:
                     done, _ = ray.wait(list(outstanding), num_returns=len(outstanding), timeout=0, fetch_local=False)
                     outstanding.difference_update(done)
         rank = min(range(len(self.replicas)), key=lambda r: (len(self._outstanding[r]), self._last_used[r]))
-        self._submitted += 1
-        self._last_used[rank] = self._submitted
+        number = self._last_used[rank] = self.numbered()
+        reply_to = None if inbox is None else inbox.reply_to(number)
         replica = self.replicas[rank]
         if self.plan is None:
-            refs = [replica[0].forward.remote(batch, request, self._submitted)]
+            refs = [replica[0].forward.remote(batch, request, number, reply_to)]
         else:
-            refs = ask_pipeline(replica, self.plan, ray.put(batch), request, self._submitted)
+            refs = ask_pipeline(replica, self.plan, ray.put(batch), request, number, reply_to)
         if len(self.replicas) > 1:
             self._outstanding[rank].update(refs[-1:])
-        return refs, rank, self._submitted
+        return refs, rank, number
 
     def silent(self, rank: int) -> str:
         """Which processes of a replica do not answer, in words: they are gone, or busy."""
@@ -171,39 +179,62 @@ class TeacherHandle:
 
 
 class RemoteStream:
-    """Batches to a teacher group."""
+    """Batches to a teacher group.
+
+    Raises:
+        TeacherError: ``request.transport`` is ``"collective"``, and this process cannot receive.
+    """
 
     def __init__(self, handle: TeacherHandle, request: TeacherRequest) -> None:
         self.handle = handle
         self.request = request
+        self.inbox = chosen_inbox(handle, request.transport)
 
     def submit(self, batch: Mapping[str, Any]) -> RemoteAnswer:
         encoded = encode(dict(batch))
-        return RemoteAnswer(self.handle, encoded, self.request)
+        return RemoteAnswer(self.handle, encoded, self.request, self.inbox)
 
 
 class RemoteAnswer:
-    """An answer that a replica is computing."""
+    """An answer that a replica is computing.
 
-    def __init__(self, handle: TeacherHandle, batch: Encoded, request: TeacherRequest) -> None:
+    Args:
+        handle: of the replicas.
+        batch: encoded, kept in case that it has to be asked again.
+        request: what is wanted.
+        inbox: where the tensors come; None: into the object store.
+    """
+
+    def __init__(
+        self, handle: TeacherHandle, batch: Encoded, request: TeacherRequest, inbox: Inbox | None = None
+    ) -> None:
         self.handle = handle
         self.batch = batch
         self.request = request
+        self.inbox = inbox
         self.nbytes = 0
         self._refs: list[ray.ObjectRef] | None = None
+        self._delivery: Delivery | None = None
         self._send()
 
     def _send(self) -> None:
-        self._refs, self.rank, number = self.handle.send(self.batch, self.request)
+        self._refs, self.rank, number = self.handle.send(self.batch, self.request, self.inbox)
         self.described = describe_batch(self.batch, number)
+        if self.inbox is not None:
+            join = merged if self.handle.plan is not None else concatenated
+            limit = self.handle.timeout_s
+            self._delivery = Delivery(number, self._refs, self.rank, self.described, limit, join)
+            self.inbox.expect(self._delivery)
 
     def ready(self) -> bool:
-        """The answer has been computed (or has failed), wherever it is."""
+        """The answer has been computed (or has failed) and is where :meth:`result` takes it from."""
         assert self._refs is not None, "released answers cannot be read"
+        if self._delivery is not None:
+            return self._delivery.done.is_set()
         return not ray.wait(self._refs, num_returns=len(self._refs), timeout=0, fetch_local=False)[1]
 
     def result(self) -> TeacherOutput:
-        """Wait for the answer: views of the object store's memory, to be read only.
+        """Wait for the answer: views of the object store's memory, to be read only, or tensors of this process.
 
         An answer that was lost with the node or process that held it is asked for again.
         """
@@ -224,6 +255,11 @@ class RemoteAnswer:
 
     def _fetched(self) -> TeacherOutput:
         assert self._refs is not None, "released answers cannot be read"
+        if self._delivery is not None:
+            output = self._delivery.result()
+            self.handle.finished(self._refs, self.rank)
+            self.nbytes = self._delivery.nbytes
+            return output
         what, limit = "the teacher's answer", self.handle.timeout_s
         parts: list[Any] = get(self._refs, limit, what, self.rank, self.described)
         self.handle.finished(self._refs, self.rank)
@@ -235,12 +271,17 @@ class RemoteAnswer:
         return merged([decode_output(part) for part in parts])
 
     def release(self) -> None:
-        """Let the answer's memory go: Ray may evict it from now on."""
+        """Let the answer's memory go: Ray may evict it from now on, and what is still to come need not be sent."""
         self._refs = None
+        if self._delivery is not None:
+            self._delivery.cancel()
 
 
 def concatenated(parts: Sequence[TeacherOutput]) -> TeacherOutput:
     """One answer out of those for parts of the batch's rows, in order; what has no rows is the first part's."""
+
+    if len(parts) == 1:
+        return parts[0]
 
     def joined(values: Sequence[Any]) -> Any:
         first = values[0]
@@ -264,7 +305,7 @@ def merged(parts: Sequence[TeacherOutput]) -> TeacherOutput:
     """One answer out of those of several stages."""
     if len(parts) == 1:
         return parts[0]
-    whole = TeacherOutput(borrowed=True)
+    whole = TeacherOutput(borrowed=any(part.borrowed for part in parts))
     for part in parts:
         whole.logits = part.logits if part.logits is not None else whole.logits
         whole.outputs |= part.outputs
@@ -273,35 +314,9 @@ def merged(parts: Sequence[TeacherOutput]) -> TeacherOutput:
     return whole
 
 
-def get(ref: Any, timeout_s: float, what: str, rank: int | None = None, batch: str | None = None) -> Any:
-    """``ray.get`` with a limit, and with errors that say what was waited for.
-
-    Raises:
-        TeacherError: the teacher raised (its own error, with its traceback), died for good, or took too long.
-    """
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, SilverspoonError):
-            raise cause from None
-        raise TeacherError(f"{what} failed: {cause!r}", rank=rank, batch=batch, remote_traceback=str(error)) from None
-    except GetTimeoutError:
-        raise AnswerLateError(f"{what} did not come within {timeout_s:g} s", rank=rank, batch=batch) from None
-    except RayActorError as error:
-        reason = f"{what} will not come: the teacher's process died and was not brought back ({error})"
-        raise TeacherError(reason, rank=rank, batch=batch) from None
-    except RayError as error:
-        raise AnswerLostError(f"{what} was lost: {first_line(error)}", rank=rank, batch=batch) from None
-
-
 def _failed(ref: ray.ObjectRef) -> bool:
     try:
         ray.get(ref, timeout=PING_TIMEOUT_S)
     except RayError:
         return True
     return False
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

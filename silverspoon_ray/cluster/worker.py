@@ -16,11 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
+from silverspoon_ray.cluster.transport.collective import Posted, ReplyTo, known_bytes
+from silverspoon_ray.cluster.transport.outbox import Outbox
 from silverspoon_ray.errors import TeacherError
 from silverspoon_ray.models.source import ModelSource, build_model
 from silverspoon_ray.teacher.compiled import CompiledLayers, compiled_graphs
 from silverspoon_ray.teacher.local import LocalTeacher
-from silverspoon_ray.teacher.protocol import TeacherRequest
+from silverspoon_ray.teacher.protocol import TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.stages import PipelinePlan
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class TeacherWorker:
         self.forwards = 0
         self.nbytes = 0
         self.busy_s = 0.0
+        self.outbox = Outbox()
 
     def ready(self) -> dict[str, Any]:
         """Load the model if need be; says where it runs.
@@ -94,13 +97,21 @@ class TeacherWorker:
         """
         return encode(vars(self._loaded().output_head()))
 
-    def forward(self, batch: Encoded, request: TeacherRequest, number: int) -> Encoded:
+    def greet(self, number: int, reply_to: ReplyTo) -> Encoded | Posted:
+        """Send what the student knows, so that it sees whether tensors arrive."""
+        greeting = TeacherOutput(logits=known_bytes().to(self.device))
+        return self.outbox.post(encode_output(greeting, arrays=False), number, reply_to)
+
+    def forward(
+        self, batch: Encoded, request: TeacherRequest, number: int, reply_to: ReplyTo | None = None
+    ) -> Encoded | Posted:
         """The answer to one batch.
 
         Args:
             batch: the model's keyword arguments.
             request: what is wanted.
-            number: the student's count of its batches, for messages.
+            number: the student's count of its batches.
+            reply_to: where the tensors are to go; None: with what is returned.
 
         Raises:
             TeacherError: with the traceback, this rank and the batch.
@@ -111,7 +122,7 @@ class TeacherWorker:
             inputs = decode(batch)
             # Arguments in the object store are shared memory; models may write to what they are given.
             moved = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            encoded = encode_output(teacher.answer(moved, request), request.wire_dtype)
+            encoded = encode_output(teacher.answer(moved, request), request.wire_dtype, arrays=reply_to is None)
         except Exception as error:
             raise TeacherError(
                 f"the teacher's forward raised {type(error).__name__}: {error}",
@@ -122,7 +133,7 @@ class TeacherWorker:
         self.forwards += 1
         self.nbytes += encoded.nbytes
         self.busy_s += time.perf_counter() - begin
-        return encoded
+        return self.outbox.post(encoded, number, reply_to)
 
     def stats(self) -> dict[str, Any]:
         """Counts since this process started, and where it is."""
@@ -134,6 +145,7 @@ class TeacherWorker:
             "forwards": self.forwards,
             "bytes_sent": self.nbytes,
             "busy_s": self.busy_s,
+            **self.outbox.stats(),
             **self.weights(),
             **({} if self.spec.torch_compile is None else {"compiled_graphs": compiled_graphs()}),
         }

@@ -127,7 +127,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             # too late. Every rank reads the same stream and keeps its own part instead: the same batches.
             self.accelerator.dataloader_config.dispatch_batches = False
 
-        self.stream_request = self.teacher_request()
+        self.stream_request = replace(self.teacher_request(), transport=args.teacher_transport)
         self.stream = self.teacher.open(self.stream_request)
 
     @classmethod

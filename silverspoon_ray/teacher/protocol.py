@@ -38,6 +38,8 @@ class TeacherRequest:
         temperature: of the distribution that those two describe.
         classes: they are taken from the first so many classes (the student has no more); None: from all.
         seed: of the draws. They depend on it and on a sample's content, so that a question has one answer.
+        transport: how answers come from another process: ``"object_store"``, ``"collective"`` or ``"auto"``, as for
+            ``TrainingArguments.teacher_transport``. It does not change them, so requests that differ in it are equal.
     """
 
     logits: str | None = "full"
@@ -50,6 +52,7 @@ class TeacherRequest:
     temperature: float = 1.0
     classes: int | None = None
     seed: int = 0
+    transport: str = field(default="object_store", compare=False)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
+from silverspoon_ray.cluster.transport.collective import Posted, ReplyTo
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker, describe_batch, resident_bytes
 from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 from silverspoon_ray.models.partial import keep_part, load_part
@@ -63,17 +64,24 @@ class TeacherStage(TeacherWorker):
         return {"stage": self.number, **held}
 
     def run(
-        self, batch: Encoded, request: TeacherRequest, number: int, received: Encoded | None, hand_on: bool
-    ) -> tuple[Encoded, Encoded] | Encoded:
+        self,
+        batch: Encoded,
+        request: TeacherRequest,
+        number: int,
+        received: Encoded | None,
+        hand_on: bool,
+        reply_to: ReplyTo | None = None,
+    ) -> tuple[Encoded, Encoded | Posted] | Encoded | Posted:
         """This stage's part of a forward.
 
         Args:
             batch: the model's keyword arguments.
             request: what is wanted.
-            number: the student's count of its batches, for messages; :data:`EXAMPLE`: it is to show whether this
+            number: the student's count of its batches; :data:`EXAMPLE`: it is to show whether this
                 model can be cut at all.
             received: from the stage before.
             hand_on: a later stage runs too.
+            reply_to: where the answer's tensors are to go; None: with what is returned.
 
         Returns:
             with ``hand_on`` what the next stage needs and the answer's part, else that part alone.
@@ -87,7 +95,8 @@ class TeacherStage(TeacherWorker):
         try:
             handed = None if received is None else Handover(**self._here(received))
             left, answer = stage.run(self._here(batch), request, handed, hand_on, remember=number != EXAMPLE)
-            encoded = encode_output(answer, request.wire_dtype)
+            encoded = encode_output(answer, request.wire_dtype, arrays=reply_to is None)
+            del answer  # whoever holds its memory while it waits to be sent makes a copy necessary
             passed = None if left is None else encode(vars(left))
         except Exception as error:
             if number == EXAMPLE and isinstance(error, ConfigError):
@@ -102,7 +111,8 @@ class TeacherStage(TeacherWorker):
             self.forwards += 1
             self.nbytes += encoded.nbytes
             self.busy_s += time.perf_counter() - begin
-        return encoded if passed is None else (passed, encoded)
+        part = self.outbox.post(encoded, number, reply_to)
+        return part if passed is None else (passed, part)
 
     def _here(self, encoded: Encoded) -> dict[str, Any]:
         """On this stage's device; arguments in the object store are shared memory, and models may write to theirs."""
@@ -148,7 +158,12 @@ class TeacherStage(TeacherWorker):
 
 
 def ask_pipeline(
-    stages: list[Any], plan: PipelinePlan, batch: Any, request: TeacherRequest, number: int
+    stages: list[Any],
+    plan: PipelinePlan,
+    batch: Any,
+    request: TeacherRequest,
+    number: int,
+    reply_to: ReplyTo | None = None,
 ) -> list[ray.ObjectRef]:
     """Send a batch down a pipeline, as far as it has to go.
 
@@ -165,7 +180,7 @@ def ask_pipeline(
     for number_of_stage, stage in enumerate(stages[: deepest + 1]):
         hand_on = number_of_stage < deepest
         run: Callable[..., Any] = stage.run.options(num_returns=2 if hand_on else 1).remote
-        returned = run(batch, request, number, received, hand_on)
+        returned = run(batch, request, number, received, hand_on, reply_to)
         received, part = returned if hand_on else (None, returned)
         if number_of_stage in wanted:
             parts.append(part)

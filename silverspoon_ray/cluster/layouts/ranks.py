@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import nn
 
 from silverspoon_ray.cluster.codec import Encoded, decode, encode, encode_output
+from silverspoon_ray.cluster.transport.collective import Posted, ReplyTo
 from silverspoon_ray.cluster.worker import TeacherSpec, TeacherWorker, describe_batch, resident_bytes
 from silverspoon_ray.errors import SilverspoonError, TeacherError
 from silverspoon_ray.models.partial import load_part
@@ -49,7 +50,7 @@ class Scattered:
         nbytes: of the leader's part.
     """
 
-    own: Encoded
+    own: Encoded | Posted
     others: list[ray.ObjectRef]
 
     @property
@@ -109,13 +110,15 @@ class TeacherRank(TeacherWorker):
                 remote_traceback=traceback.format_exc(),
             ) from None
 
-    def part(self, batch: Encoded, request: TeacherRequest) -> Encoded:
+    def part(
+        self, batch: Encoded, request: TeacherRequest, number: int, reply_to: ReplyTo | None = None
+    ) -> Encoded | Posted:
         """This rank's part of the answer to a batch that all ranks get."""
         if self.teacher is None:
             raise TeacherError("this rank has not joined its replica", rank=self.rank)
         begin = time.perf_counter()
         try:
-            encoded = self._part(batch, request)
+            encoded = self._part(batch, request, arrays=reply_to is None)
         except Exception as error:
             self._leave()  # closes the connections, so that nobody waits for this rank
             raise TeacherError(
@@ -124,9 +127,9 @@ class TeacherRank(TeacherWorker):
         self.forwards += 1
         self.nbytes += encoded.nbytes
         self.busy_s += time.perf_counter() - begin
-        return encoded
+        return self.outbox.post(encoded, number, reply_to)
 
-    def _part(self, batch: Encoded, request: TeacherRequest) -> Encoded:
+    def _part(self, batch: Encoded, request: TeacherRequest, arrays: bool) -> Encoded:
         assert self.teacher is not None
         values = decode(batch)
         inputs = {k: v.to(self.device, copy=True) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
@@ -144,7 +147,7 @@ class TeacherRank(TeacherWorker):
         else:
             answer = gathered(self.teacher.answer(inputs, request), self.teacher.model, request, self.ranks)
             answer = answer if self.number == 0 else TeacherOutput()  # all ranks have the same
-        return encode_output(answer, request.wire_dtype)
+        return encode_output(answer, request.wire_dtype, arrays)
 
     def structure(self) -> nn.Module:
         self.ready()
@@ -204,7 +207,9 @@ class TeacherLeader(TeacherRank):
         self._assemble()
         return self.stats()
 
-    def forward(self, batch: Encoded, request: TeacherRequest, number: int) -> Encoded | Scattered:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, batch: Encoded, request: TeacherRequest, number: int, reply_to: ReplyTo | None = None
+    ) -> Encoded | Posted | Scattered:
         """The answer to one batch; where it is spread over ranks, with references of their parts.
 
         A rank that died is waited for, and the batch tried again.
@@ -215,9 +220,9 @@ class TeacherLeader(TeacherRank):
         shared = ray.put(batch)
         for attempt in range(ATTEMPTS):
             self._assemble()
-            parts = [other.part.remote(shared, request) for other in self.others]
+            parts = [other.part.remote(shared, request, number, reply_to) for other in self.others]
             try:
-                own = self.part(batch, request)
+                own = self.part(batch, request, number, reply_to)
                 if self.spec.strategy == "tp":
                     ray.get(parts, timeout=COLLECTIVE_TIMEOUT_S)  # an error of theirs is one of the replica's
                     return own

@@ -1,0 +1,68 @@
+"""Which way answers come."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from silverspoon_ray.cluster.transport.collective import SELF_TEST_TIMEOUT_S, known_bytes
+from silverspoon_ray.cluster.transport.inbox import Delivery, Inbox
+from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
+
+if TYPE_CHECKING:
+    from silverspoon_ray.cluster.handle import TeacherHandle
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
+    """The inbox of a new stream; None where its answers come through the object store.
+
+    Args:
+        handle: the teacher.
+        transport: ``"object_store"``, ``"collective"``, or ``"auto"``.
+
+    Raises:
+        ConfigError: none of those.
+        TeacherError: ``"collective"``, and this process cannot receive.
+    """
+    if transport == "object_store":
+        return None
+    if transport not in ("collective", "auto"):
+        raise ConfigError("transport", transport, "object_store, collective or auto")
+    if transport == "auto" and not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    try:
+        inbox = Inbox(len(handle.replicas))
+        if transport == "auto":
+            try_out(handle, inbox)
+    except (SilverspoonError, RuntimeError) as error:
+        if transport == "collective":
+            raise TeacherError(f"this process cannot receive by the collective transport: {error}") from None
+        logger.warning("answers of the teacher come through the object store; the collective transport: %s", error)
+        return None
+    return inbox
+
+
+def try_out(handle: TeacherHandle, inbox: Inbox) -> None:
+    """Have every actor send something that is known, by the way that answers will take.
+
+    Raises:
+        TeacherError: it did not come within :data:`SELF_TEST_TIMEOUT_S`, or is not what was sent.
+    """
+    deadline = time.monotonic() + SELF_TEST_TIMEOUT_S
+    deliveries = []
+    for rank, replica in enumerate(handle.replicas):
+        for worker in replica:
+            number = handle.numbered()
+            ref = worker.greet.remote(number, inbox.reply_to(number))
+            remaining = max(deadline - time.monotonic(), 0.1)
+            deliveries.append(Delivery(number, [ref], rank, "self-test", remaining, lambda parts: parts[0]))
+            inbox.expect(deliveries[-1])
+    for delivery in deliveries:
+        logits = delivery.result().logits
+        if logits is None or not torch.equal(logits.cpu(), known_bytes()):
+            raise TeacherError("what arrived is not what was sent", rank=delivery.rank)
