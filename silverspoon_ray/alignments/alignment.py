@@ -93,6 +93,8 @@ class Alignment:
         self.projector_init = projector_init
         self.loss_function = loss_from(loss_function, loss_function_kwargs)
         self.loss_name = loss_function or "mse"
+        self._inspected: LossFunction | None = None
+        self._takes_mask = False
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
@@ -253,7 +255,10 @@ class Alignment:
         if self.counts_samples:
             mean = self.loss_function(student, teacher, mask=mask)  # over the samples of which anything counts
             return mean if mask is None else mean * mask.reshape(len(mask), -1).any(1).to(mean.dtype).mean()
-        if "mask" in loss_keywords(self.loss_function):
+        if self._inspected is not self.loss_function:  # once, and again where a user has put another in its place
+            self._inspected = self.loss_function
+            self._takes_mask = "mask" in loss_keywords(self.loss_function)
+        if self._takes_mask:
             return self.loss_function(student, teacher, mask=mask)
         if mask is None:
             return self.loss_function(student, teacher)
