@@ -293,10 +293,10 @@ def test_half_precision_is_no_worse_than_eager(
 @losses
 def test_small_float16_gradients_survive_until_the_loss_scaler(name: str) -> None:
     """1/tokens of a probability of 1/V is 0 in float16; the scaler's factor comes only in the backward."""
-    rows, classes, width = 64, 4096, 16
-    hidden, weight = normal(rows, width, seed=1, dtype=torch.float16), normal(classes, width, seed=2, spread=0.05)
+    rows, classes, width = 16, 32768, 16
+    hidden, weight = normal(rows, width, seed=1, dtype=torch.float16), normal(classes, width, seed=2, spread=0.02)
     student = learning(LinearStudent(hidden, OutputHead(weight.half()), torch.float16))
-    teacher = LogitTargets(normal(rows, classes, seed=3, spread=0.2, dtype=torch.float16))
+    teacher = LogitTargets(normal(rows, classes, seed=3, spread=0.1, dtype=torch.float16))
     tokens = 4096.0
     total = combined_loss(student, teacher, LOSSES[name](1.0), soft_weight=rows / tokens).total
     gradients = [x.double() / 65536 for x in torch.autograd.grad(total * 65536, leaves(student))]
@@ -363,6 +363,35 @@ def test_remaining_mass_of_zero(name: str) -> None:
     value, (gradient,) = actual(leaf, targets, LOSSES[name](0.05))
     assert value.isfinite()
     assert gradient.isfinite().all()
+
+
+@losses
+def test_student_without_a_rest(name: str) -> None:
+    """All classes but the k are banned: they have no mass that a gradient could move."""
+    logits = normal(3, 9, seed=1)
+    logits[:, 4:] = -math.inf
+    leaf = logits.requires_grad_()
+    targets = TopKTargets(torch.arange(4).expand(3, 4), normal(3, 5, seed=2).log_softmax(-1))
+    value, (gradient,) = actual(leaf, targets, LOSSES[name](1.0))
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+    assert gradient[:, 4:].eq(0).all()
+
+
+@every
+def test_padding_of_the_vocabulary_has_no_say(form: str, name: str) -> None:
+    """Logits of 1000 beyond ``classes``, next to which all others have no mass; the task loss does see them."""
+    student = student_of(bias=True)
+    assert student.head.bias is not None
+    keywords = COUNTS["padded-both"]
+    targets = targets_of(form, *teacher_of(), 1.0, 29)
+    plain = combined_loss(student, targets, LOSSES[name](), **keywords)
+    with torch.no_grad():
+        student.head.bias[29:] += 1000.0
+    padded = combined_loss(student, targets, LOSSES[name](), **keywords)
+    torch.testing.assert_close(padded.soft, plain.soft, rtol=1e-6, atol=1e-6)
+    assert padded.task is not None
+    assert padded.task > 100
 
 
 # --- Bounds
