@@ -33,7 +33,7 @@ def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
         return None
     if transport not in ("collective", "auto"):
         raise ConfigError("transport", transport, "object_store, collective or auto")
-    if transport == "auto" and not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    if transport == "auto" and not on_gpu():
         return None
     try:
         inbox = Inbox(len(handle.replicas))
@@ -45,6 +45,11 @@ def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
         logger.warning("answers of the teacher come through the object store; the collective transport: %s", error)
         return None
     return inbox
+
+
+def on_gpu() -> bool:
+    """This process computes on a GPU; a student's has begun to when it opens its stream."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def try_out(handle: TeacherHandle, inbox: Inbox) -> None:

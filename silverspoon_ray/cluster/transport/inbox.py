@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 from silverspoon_ray.cluster.codec import Encoded, decode_received
 from silverspoon_ray.cluster.layouts.ranks import Scattered
 from silverspoon_ray.cluster.transport.collective import Posted, ReplyTo, arrived, gone, new_name
+from silverspoon_ray.cluster.transport.memory import Blocks
 from silverspoon_ray.cluster.transport.pair import STUDENT, Pair, PairBrokenError
 from silverspoon_ray.cluster.waiting import AnswerLateError, AnswerLostError, get
 from silverspoon_ray.errors import TeacherError
@@ -147,6 +148,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._pairs: dict[str, tuple[str, Pair]] = {}  # by actor: its generation, and the connection
         self._lost: set[str] = set()  # generations
+        self._blocks = Blocks()
 
     def add(self, delivery: Delivery) -> None:
         self._queue.put(delivery)
@@ -176,6 +178,7 @@ class Lane:
             delivery.settle(output, error)
             # The thread waits now, perhaps for long. What it has delivered is not its own any more.
             del delivery, output, error
+        self._blocks = Blocks()
         self._pairs.clear()  # closes the connections, by which the actors know
         _open_lanes.discard(self)
 
@@ -237,7 +240,7 @@ class Lane:
         device = (
             torch.device("cuda", torch.cuda.current_device()) if part.device_type == "cuda" else torch.device("cpu")
         )
-        pair = Pair(self.store, part.generation, STUDENT, device)
+        pair = Pair(self.store, part.generation, STUDENT, device, self._blocks)
         self._pairs[part.actor] = (part.generation, pair)
         return pair
 

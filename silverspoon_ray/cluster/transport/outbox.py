@@ -6,7 +6,6 @@ import datetime
 import logging
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 import ray
@@ -15,6 +14,7 @@ from torch.distributed import TCPStore
 
 from silverspoon_ray.cluster.codec import Encoded
 from silverspoon_ray.cluster.transport.collective import Posted, ReplyTo, arrived, gone, new_name
+from silverspoon_ray.cluster.transport.memory import private
 from silverspoon_ray.cluster.transport.pair import ACTOR, CONNECT_TIMEOUT_S, SEND, Pair, PairBrokenError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Outbox:
         """
         if reply_to is None or not encoded.buffers:
             return encoded
-        buffers = _private([buffer for buffer in encoded.buffers if isinstance(buffer, torch.Tensor)])
+        buffers = private([buffer for buffer in encoded.buffers if isinstance(buffer, torch.Tensor)])
         by_nccl = reply_to.device_type == "cuda" and any(buffer.is_cuda for buffer in buffers)
         device = torch.device("cuda", torch.cuda.current_device()) if by_nccl else torch.device("cpu")
         buffers = [buffer.to(device) for buffer in buffers]
@@ -154,20 +154,3 @@ def _say_gone(store: Any, generation: str) -> None:
             store.set(gone(generation), str(time.time()))
     except (RuntimeError, torch.distributed.DistError):
         pass
-
-
-def _private(buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same bytes in memory that the model does not write to again.
-
-    An answer waits while the model is at the next one. Where it is the only holder of its memory, that is safe. What
-    somebody else holds too is copied: a workspace that the model fills anew in each forward, the static outputs of a
-    CUDA graph, a tensor of its state.
-    """
-
-    def holders(buffer: torch.Tensor) -> int:
-        return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)) - 1  # itself, looking
-
-    ours = Counter(buffer.untyped_storage()._cdata for buffer in buffers)
-    return [
-        buffer if holders(buffer) <= ours[buffer.untyped_storage()._cdata] else buffer.clone() for buffer in buffers
-    ]

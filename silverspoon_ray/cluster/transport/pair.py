@@ -12,6 +12,8 @@ import ray
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from silverspoon_ray.cluster.transport.memory import Blocks
+
 CONNECT_TIMEOUT_S = 10.0
 """For each step of the connection's making. Gloo tries five times to reach a process that has died meanwhile."""
 TRANSFER_TIMEOUT_S = 60.0
@@ -41,14 +43,16 @@ class Pair:
         name: of this pair; no other must ever have had it in that store.
         rank: :data:`STUDENT` or :data:`ACTOR`.
         device: where buffers are. On CUDA at both ends they go through NCCL, otherwise through Gloo.
+        blocks: memory to receive into on the CPU.
 
     Raises:
         PairBrokenError: the other end did not come in time.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, device: torch.device) -> None:
+    def __init__(self, store: Store, name: str, rank: int, device: torch.device, blocks: Blocks | None = None) -> None:
         self.peer = 1 - rank
         self.device = device
+        self._blocks = blocks if blocks is not None else Blocks()
         try:
             self._gloo: Any = gloo_group(PrefixStore(f"{name}/gloo", store), rank)  # torch's stubs lack send and recv
             self._nccl: Any = nccl_group(PrefixStore(f"{name}/nccl", store), rank) if device.type == "cuda" else None
@@ -66,13 +70,16 @@ class Pair:
             limit_s: for all of them.
 
         Returns:
-            ``uint8``, in new memory of this process.
+            ``uint8``, in memory of this process that nobody else refers to.
 
         Raises:
             PairBrokenError: they did not come.
         """
         deadline = time.monotonic() + limit_s
-        buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        if self._nccl is not None:
+            buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        else:
+            buffers = [self._blocks.take(size) for size in sizes]
         filled = [buffer for buffer in buffers if buffer.numel()]
         try:
             if self._nccl is not None:
