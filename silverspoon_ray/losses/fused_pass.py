@@ -20,7 +20,7 @@ from silverspoon_ray.losses.divergence import JSDLoss, KLDivergenceLoss
 from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.losses.kernels import exponentials
 from silverspoon_ray.losses.soft_rows import SoftRows, soft_rows
-from silverspoon_ray.losses.targets import SampledTargets, SoftTargets
+from silverspoon_ray.losses.targets import HiddenTargets, LogitTargets, SampledTargets, SoftTargets
 
 IGNORED = -100
 
@@ -76,6 +76,11 @@ class Plan:
     @property
     def temperature(self) -> float:
         return 1.0 if self.loss is None else float(self.loss.temperature)
+
+    @property
+    def arrays(self) -> int:
+        """How many arrays [rows, V] the soft loss goes through: only whole distributions need the teacher's."""
+        return 4 if isinstance(self.targets, LogitTargets | HiddenTargets) else 2
 
     @property
     def gain(self) -> float:
@@ -321,7 +326,7 @@ def logits_pass(logits: torch.Tensor, plan: Plan, *, gradient: bool) -> Losses:
     total = logits.shape[-1]
     classes = total if plan.labels is not None else plan.classes
     rows = CountedRows(logits[..., :classes], plan.index)
-    limit = plan.chunk_size or chunk_rows(classes, plan.dtype, logits.device)
+    limit = plan.chunk_size or chunk_rows(classes, plan.dtype, logits.device, plan.arrays)
     gain = plan.gain if logits.dtype == torch.float16 else 1.0
     work = _RowWork(plan, _soft(plan, limit, limit), classes, limit, len(rows), gradient=gradient, gain=gain)
     gradients = goals = None
@@ -366,12 +371,12 @@ def linear_pass(
     rows = CountedRows(hidden, plan.index)
     count = len(rows)
     cut = _block_rows(count, classes, dtype, plan)
-    limit = min(cut, chunk_rows(classes, plan.dtype, device))
+    limit = min(cut, chunk_rows(classes, plan.dtype, device, plan.arrays))
 
     for_hidden, for_weight, for_bias = needs
-    # float16 overflows at 65504, which sums over rows or classes may reach: on a CPU, which computes float32 products
-    # as fast, they are in float32; a GPU sums in float32 anyway and is asked not to round (`_product`).
-    product_dtype = torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
+    # float16 overflows at 65504, which sums over rows or classes may reach: CUDA sums in float32 anyway and is asked
+    # not to round (`_product`); other devices get float32 products, on a CPU as fast.
+    product_dtype = torch.float32 if dtype == torch.float16 and device.type != "cuda" else dtype
     sum_dtype = product_dtype if device.type == "cpu" else plan.dtype
     backward_weight = used.weight.to(product_dtype) if for_hidden else None
     hidden_sum = weight_sum = bias_sum = None
