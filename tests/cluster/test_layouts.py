@@ -65,7 +65,6 @@ WITH_PLAN = ("llama",)
 ROWS = 5
 
 
-@ray.remote
 class Host:
     """A process that is each of a teacher's actors in turn."""
 
@@ -76,34 +75,21 @@ class Host:
             self.worker._leave()
         self.worker = kind(*arguments)
 
-    def ready(self) -> Any:
-        return self.worker.ready()
 
-    def ping(self) -> None:
-        self.worker.ping()
+def handed_on(name: str) -> Callable[..., Any]:
+    def method(self: Host, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.worker, name)(*arguments, **keywords)
 
-    def plan(self) -> Any:
-        return self.worker.plan()
+    return method
 
-    def stats(self) -> Any:
-        return self.worker.stats()
 
-    def forward(self, *arguments: Any) -> Any:
-        return self.worker.forward(*arguments)
-
-    def run(self, *arguments: Any) -> Any:
-        return self.worker.run(*arguments)
-
-    def join(self, address: str) -> None:
-        self.worker.join(address)
-
-    def part(self, *arguments: Any) -> Any:
-        return self.worker.part(*arguments)
+for name in {name for kind in (TeacherStage, TeacherLeader) for name in dir(kind) if not name.startswith("_")}:
+    setattr(Host, name, handed_on(name))
 
 
 @pytest.fixture(scope="module")
 def hosts(ray_cluster: Any) -> Iterator[list[Any]]:
-    started = [Host.options(num_cpus=1).remote() for _ in range(4)]
+    started = [ray.remote(Host).options(num_cpus=1).remote() for _ in range(4)]
     yield started
     for host in started:
         ray.kill(host)
