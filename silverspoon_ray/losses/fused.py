@@ -9,8 +9,9 @@ import torch
 
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses.divergence import JSDLoss, KLDivergenceLoss
-from silverspoon_ray.losses.fused_pass import IGNORED, LinearLoss, LogitsLoss, Plan, linear_pass, logits_pass
+from silverspoon_ray.losses.fused_pass import LinearLoss, LogitsLoss, linear_pass, logits_pass
 from silverspoon_ray.losses.head import OutputHead
+from silverspoon_ray.losses.row_work import IGNORED, Plan
 from silverspoon_ray.losses.rows import full_precision, is_real
 from silverspoon_ray.losses.soft_rows import check_computable
 from silverspoon_ray.losses.targets import SoftTargets
