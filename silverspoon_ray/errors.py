@@ -44,6 +44,10 @@ class AlignmentError(ConfigError):
     """Modules of teacher and student that were to be compared do not match, or what they give cannot be compared."""
 
 
+class CacheError(ConfigError):
+    """A teacher cache cannot be used: it belongs to another teacher or request, is damaged, or is out of reach."""
+
+
 class PlacementError(SilverspoonError, RuntimeError):
     """The devices asked for were not to be had within the stated time. Nothing stays reserved.
 

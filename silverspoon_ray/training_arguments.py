@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import transformers
 
-from silverspoon_ray.errors import ConfigError, NotYetError
+from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import FORMS
 
@@ -50,7 +51,6 @@ class TrainingArguments(transformers.TrainingArguments):
 
     Raises:
         ConfigError: (a ``ValueError``) a keyword is out of its range; the message names key, value and what is right.
-        NotYetError: the keyword's feature is not built yet.
     """
 
     alpha: float = field(
@@ -196,12 +196,11 @@ class TrainingArguments(transformers.TrainingArguments):
             self._check_count(name, 0)
         self._check_count("profiling_active", 1)
         self._check_placement()
-        not_yet = {
-            "teacher_cache": None,
-        }
-        for name, default in not_yet.items():
-            if getattr(self, name) != default:
-                raise NotYetError(name, getattr(self, name), f"not built yet, leave it at {default!r}")
+        if self.teacher_cache is not None:
+            given: Any = self.teacher_cache
+            if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+                raise ConfigError("teacher_cache", given, "None, a directory, or a URI such as s3://bucket/path")
+            self.teacher_cache = os.fspath(given)
 
     def _check_placement(self) -> None:
         placement = self.teacher_placement

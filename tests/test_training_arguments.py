@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from silverspoon_ray.errors import ConfigError, NotYetError
+from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.training_arguments import TrainingArguments, training_arguments_from
 
@@ -283,7 +283,6 @@ def test_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         TrainingArguments(use_cpu=True, **{name: value})
     assert isinstance(refused.value, ValueError)
-    assert not isinstance(refused.value, NotYetError)
     assert refused.value.key == name
     assert str(refused.value).startswith(f"{name}={value!r}: ")
 
@@ -295,17 +294,14 @@ def test_errors_of_a_placement_name_its_keyword() -> None:
         TrainingArguments(use_cpu=True, teacher_placement={"devices": 1})
 
 
-NOT_YET: list[tuple[str, Any]] = [
-    ("teacher_cache", "/a/cache"),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), NOT_YET, ids=[f"{name}={value!r}" for name, value in NOT_YET])
-def test_not_built_yet(name: str, value: Any) -> None:
-    with pytest.raises(NotYetError) as refused:
-        TrainingArguments(use_cpu=True, **{name: value})
-    assert refused.value.key == name
-    assert str(refused.value).startswith(f"{name}={value!r}: not built yet")
+def test_teacher_cache(tmp_path: Path) -> None:
+    """A path becomes text, as it travels; a URI stays what it is."""
+    assert TrainingArguments(use_cpu=True, teacher_cache=tmp_path).teacher_cache == str(tmp_path)
+    assert TrainingArguments(use_cpu=True, teacher_cache="s3://bucket/a").teacher_cache == "s3://bucket/a"
+    for value in ("", 3, True):
+        with pytest.raises(ConfigError, match="a directory, or a URI") as refused:
+            TrainingArguments(use_cpu=True, teacher_cache=value)
+        assert refused.value.key == "teacher_cache"
 
 
 # ---- from a mapping ----------------------------------------------------------------------------------------

@@ -81,6 +81,15 @@ class TeacherHandle:
         fields = get(holder.output_head.remote(), self.timeout_s, "the teacher's output head")
         return OutputHead(**map_tensors(torch.clone, decode(fields)))
 
+    def weight_digests(self) -> dict[str, str]:
+        """Of the teacher's tensors, see :mod:`silverspoon_ray.teacher.cache.identity`; the same in every layout."""
+        replica = self.replicas[0] if self.plan is not None else self.replicas[0][:1]
+        asked = [worker.weight_digests.remote() for worker in replica]
+        digests: dict[str, str] = {}
+        for part in asked:
+            digests |= get(part, self.timeout_s, "the digests of the teacher's weights")
+        return digests
+
     def open(self, request: TeacherRequest) -> RemoteStream:
         return RemoteStream(self, request)
 

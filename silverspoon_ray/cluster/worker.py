@@ -97,6 +97,10 @@ class TeacherWorker:
         """
         return encode(vars(self._loaded().output_head()))
 
+    def weight_digests(self) -> dict[str, str]:
+        """Of the tensors that this process holds, see :mod:`silverspoon_ray.teacher.cache.identity`."""
+        return self._loaded().weight_digests()
+
     def greet(self, number: int, reply_to: ReplyTo) -> Encoded | Posted:
         """Send what the student knows, so that it sees whether tensors arrive."""
         greeting = TeacherOutput(logits=known_bytes().to(self.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from silverspoon_ray.distillers.attached import detach_projectors
-from silverspoon_ray.distillers.callbacks import ProfilerCallback, StepClock
+from silverspoon_ray.distillers.callbacks import CacheCallback, ProfilerCallback, StepClock
 from silverspoon_ray.distillers.checkpoint import SafeCheckpoints
 from silverspoon_ray.distillers.diagnostics import WeightWatcherCallback
 from silverspoon_ray.distillers.evaluation import ExactEvaluation
@@ -22,7 +23,12 @@ from silverspoon_ray.distillers.masks import PositionRule
 from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
 from silverspoon_ray.distillers.terms import LossTerm, combine
-from silverspoon_ray.errors import ConfigError
+from silverspoon_ray.errors import CacheError, ConfigError
+from silverspoon_ray.teacher.cache.entries import DECODER_POSITIONS
+from silverspoon_ray.teacher.cache.identity import TeacherIdentity, teacher_identity
+from silverspoon_ray.teacher.cache.manifest import tokenizer_hash
+from silverspoon_ray.teacher.cache.place import Place
+from silverspoon_ray.teacher.cache.teacher import CachedTeacher
 from silverspoon_ray.teacher.compiled import CompiledLayers, compile_settings
 from silverspoon_ray.teacher.distributed import shard_local
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
@@ -77,6 +83,11 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
                 "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
             )
         self.check_arguments(args)
+        if args.teacher_cache is not None:
+            if teacher_model is kwargs.get("model"):
+                expected = "None where the teacher is the student itself, whose answers change with every step"
+                raise CacheError("teacher_cache", args.teacher_cache, expected)
+            Place(args.teacher_cache).make()
         if isinstance(kwargs.get("model"), nn.Module):
             detach_projectors(kwargs["model"])  # of an earlier distiller
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
@@ -89,6 +100,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self.teacher_model = teacher_model
         place = self.place_model_on_device and teacher_model is not self.model
         self.teacher = as_teacher(teacher_model, args.device, args.overlap_teacher_forward, place)
+        # Before it is spread over ranks, while its weights can be looked at.
+        identity = teacher_identity(self.teacher) if args.teacher_cache is not None else None
         if args.teacher_placement == "sharded":
             shard_local(self.teacher, self.accelerator.num_processes, args.device)
         settings = compile_settings(args)
@@ -128,7 +141,30 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             self.accelerator.dataloader_config.dispatch_batches = False
 
         self.stream_request = replace(self.teacher_request(), transport=args.teacher_transport)
+        self.cache: CachedTeacher | None = None
+        if identity is not None:
+            self.teacher = self.cache = self._cached_teacher(identity, kwargs.get("processing_class"))
+            self.add_callback(CacheCallback(self.cache.flush))
         self.stream = self.teacher.open(self.stream_request)
+
+    def _cached_teacher(self, identity: TeacherIdentity, processing_class: Any) -> CachedTeacher:
+        """The teacher behind ``args.teacher_cache``."""
+
+        def any_rank(asks: bool) -> bool:
+            asking = torch.tensor([float(asks)], device=self.args.device)
+            return bool(self.accelerator.reduce(asking, reduction="sum").item() > 0)
+
+        # A teacher that is spread over the student's processes is asked by all of them or by none.
+        sharded = self.args.teacher_placement == "sharded" and self.accelerator.num_processes > 1
+        assert self.args.teacher_cache is not None
+        return CachedTeacher(
+            self.teacher,
+            self.args.teacher_cache,
+            tokenizer=tokenizer_hash(processing_class),
+            identity=identity,
+            whole=self.args.distill_mask == "none",
+            in_step=any_rank if sharded else None,
+        )
 
     @classmethod
     def check_arguments(cls, args: TrainingArguments) -> None:
@@ -150,7 +186,13 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             ConfigError: every parameter of the student is frozen.
         """
         self.check_trainable()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException:
+            if self.cache is not None:
+                with contextlib.suppress(CacheError):  # what went wrong first is what counts
+                    self.cache.flush()
+            raise
 
     def check_trainable(self) -> None:
         """Refuse a student that cannot learn."""
@@ -276,7 +318,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         """The batch without labels on padding, and a ticket that can be submitted."""
         inputs = dict(self.position_rule.without_padding(inputs))
         if ticket.window is None:
-            ticket.window = Window(self.stream, 0, self.teacher_traffic)
+            traffic = self.teacher_traffic if self.model.training else TeacherTraffic()
+            ticket.window = Window(self.stream, 0, traffic)
             ticket.teacher_batch = self._teacher_batch(inputs)
         return inputs
 
@@ -323,7 +366,11 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
     def _teacher_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         if self.prepare_teacher_inputs is not None:
             return self.prepare_teacher_inputs(dict(batch))
-        return self.select_teacher_inputs(with_decoder_inputs(self.student_model, dict(batch)))
+        chosen = self.select_teacher_inputs(with_decoder_inputs(self.student_model, dict(batch)))
+        if self.cache is not None and self.compares_logits:  # only then do the labels say what counts
+            positions = self.position_rule.decoder_positions(batch)
+            chosen |= {} if positions is None else {DECODER_POSITIONS: positions}
+        return chosen
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -414,11 +461,11 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
                 logs["flops/step"] = float(self._flops_per_step)
                 logs["flops/total"] = float(self._flops_per_step * self.state.global_step)
             traffic = self.teacher_traffic.take()
-            if self.teacher.dedicated and steps:
+            if steps and (self.teacher.dedicated or self.cache is not None):
                 logs["teacher/wait_fraction"] = traffic.wait_s / seconds if seconds > 0 else 0.0
                 logs["teacher/bytes_per_step"] = traffic.nbytes / steps
                 logs["teacher/forwards"] = float(traffic.answers)
-                logs["teacher/cache_hits"] = 0.0
+                logs["teacher/cache_hits"] = float(traffic.hits)
         super().log(logs, start_time)
 
     # ---- models --------------------------------------------------------------------------

@@ -37,6 +37,31 @@ class StepClock(TrainerCallback):
         return taken
 
 
+class CacheCallback(TrainerCallback):
+    """Writes to the teacher cache what is only in memory, whenever a run could be gone on with from there.
+
+    Args:
+        flush: writes it.
+    """
+
+    def __init__(self, flush: Callable[[], None]) -> None:
+        self.flush = flush
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.flush()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.flush()
+
+    def on_predict(self, *args: Any, **kwargs: Any) -> None:
+        self.flush()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.flush()
+
+
 class ProfilerCallback(TrainerCallback):
     """torch.profiler around the training steps; writes Chrome traces, one file for each active window and rank.
 

@@ -70,6 +70,16 @@ class PositionRule:
                 raise ConfigError("distill_mask", "labels", "batches with `labels`; these have " + ", ".join(batch))
         return self._from_attention(batch)
 
+    def decoder_positions(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        """Which of a decoder's positions may count where its inputs are made from the labels: those up to the last
+        label. Boolean, ``[batch, positions]``; None: not known, or there is no such decoder."""
+        labels = batch.get("labels")
+        made = self.encoder_decoder and "decoder_input_ids" not in batch and "shift_labels" not in batch
+        if not made or self.mode not in ("auto", "labels") or not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+            return None
+        counted = labels != IGNORED
+        return counted.flip(1).cumsum(1).flip(1) > 0
+
     def positions(self, batch: Mapping[str, Any]) -> int:
         """How many rows of logits the batch has, counted or not; samples where that cannot be seen."""
         for key in ("decoder_input_ids", "labels", "input_ids", "attention_mask"):

@@ -45,6 +45,11 @@ def load_part(source: ModelSource, own: Iterable[str], device: torch.device, **l
     return model.eval()
 
 
+def read_part(source: ModelSource, own: Iterable[str], device: torch.device, **load_kwargs: Any) -> nn.Module | None:
+    """As :func:`load_part` where only the wanted tensors have to be read; None where the whole model would be built."""
+    return _by_name(source, set(own), device, load_kwargs)[0]
+
+
 def keep_part(model: nn.Module, own: set[str], device: torch.device) -> None:
     """Move some of a model's parameters and buffers to a device, and the memory of all others to nowhere."""
     for prefix, module in model.named_modules():

@@ -20,7 +20,9 @@ def sample_keys(batch: Mapping[str, Any], rows: int) -> list[bytes]:
         rows: how many samples there are.
 
     Returns:
-        16 bytes for each sample (BLAKE2b of names, dtypes, shapes and real entries).
+        16 bytes for each sample (BLAKE2b of names, dtypes, shapes and real entries). Padding in front or between real
+        entries moves them, which models that count positions themselves answer to; so where no position ids are given,
+        the places of the real entries belong to the content unless they come first.
     """
     tensors = {
         name: value.detach().cpu().contiguous()
@@ -28,9 +30,17 @@ def sample_keys(batch: Mapping[str, Any], rows: int) -> list[bytes]:
         if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
     }
     masks = {name: tensors[name] != 0 for name in MASKS.values() if name in tensors and tensors[name].dim() == 2}
+    moved = {
+        name: ~(mask == (torch.arange(mask.shape[1]) < mask.sum(dim=1, keepdim=True))).all(dim=1)
+        for name, mask in masks.items()
+        if name.replace("attention_mask", "position_ids") not in tensors
+    }
     keys = []
     for row in range(rows):
         digest = hashlib.blake2b(digest_size=16)
+        for name, anywhere in moved.items():
+            if anywhere[row]:
+                digest.update(f"{name} at {masks[name][row].nonzero().flatten().tolist()};".encode())
         for name, tensor in tensors.items():
             if name in masks:
                 continue

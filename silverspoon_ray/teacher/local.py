@@ -15,6 +15,7 @@ from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.losses.head import OutputHead
 from silverspoon_ray.models.output_head import output_head
 from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.cache.identity import digests_of
 from silverspoon_ray.teacher.compiled import CompiledLayers, running
 from silverspoon_ray.teacher.protocol import Teacher, TeacherOutput, TeacherRequest
 from silverspoon_ray.teacher.wanted import Wanted, required_head
@@ -76,6 +77,10 @@ class LocalTeacher:
         """
         head = output_head(self.model, required_head(self.model))
         return replace(head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
+
+    def weight_digests(self) -> dict[str, str]:
+        """Of the model's tensors, see :mod:`silverspoon_ray.teacher.cache.identity`."""
+        return digests_of(self.model)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._side_streams:

@@ -23,15 +23,23 @@ TICKET_KEY = "teacher_ticket"
 
 @dataclass
 class TeacherTraffic:
-    """What a student waited for and received since the last :meth:`take`."""
+    """What a student waited for and received since the last :meth:`take`.
+
+    Attributes:
+        wait_s: seconds.
+        answers: batches for which the teacher computed something.
+        nbytes: that travelled.
+        hits: samples that came from a cache.
+    """
 
     wait_s: float = 0.0
     answers: int = 0
     nbytes: int = 0
+    hits: int = 0
 
     def take(self) -> TeacherTraffic:
-        taken = TeacherTraffic(self.wait_s, self.answers, self.nbytes)
-        self.wait_s, self.answers, self.nbytes = 0.0, 0, 0
+        taken = TeacherTraffic(self.wait_s, self.answers, self.nbytes, self.hits)
+        self.wait_s, self.answers, self.nbytes, self.hits = 0.0, 0, 0, 0
         return taken
 
 
@@ -120,8 +128,9 @@ class Ticket:
             output = self.pending.result()
         finally:
             traffic.wait_s += time.perf_counter() - begin
-        traffic.answers += 1
+        traffic.answers += getattr(self.pending, "asked", True)
         traffic.nbytes += self.pending.nbytes
+        traffic.hits += getattr(self.pending, "hits", 0)
         return output
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 from silverspoon_ray.models.partial import keep_part, load_part
 from silverspoon_ray.models.source import build_model, known_structure
 from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.cache.identity import digests_of
 from silverspoon_ray.teacher.local import LocalTeacher
 from silverspoon_ray.teacher.pipeline import Handover, PipelineStage, own_tensors
 from silverspoon_ray.teacher.protocol import TeacherRequest
@@ -58,6 +59,10 @@ class TeacherStage(TeacherWorker):
 
     def output_head(self) -> Encoded:
         return encode(vars(LocalTeacher(self._loaded_stage().model).output_head()))
+
+    def weight_digests(self) -> dict[str, str]:
+        stage = self._loaded_stage()
+        return digests_of(stage.model, own_tensors(stage.model, stage.plan, self.number))
 
     def weights(self) -> dict[str, Any]:
         held = {} if self.stage is None else {"weight_bytes": resident_bytes(self.stage.model)}

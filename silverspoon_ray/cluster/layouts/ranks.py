@@ -23,6 +23,7 @@ from silverspoon_ray.errors import SilverspoonError, TeacherError
 from silverspoon_ray.models.partial import load_part
 from silverspoon_ray.models.source import build_model, known_structure
 from silverspoon_ray.models.structure import structure_of
+from silverspoon_ray.teacher.cache.identity import digests_of, source_digests
 from silverspoon_ray.teacher.distributed import (
     gathered,
     load_tensor_parallel,
@@ -165,6 +166,13 @@ class TeacherRank(TeacherWorker):
             own = {f"{name}.{parameter}" for parameter, _ in structure.get_submodule(name).named_parameters()}
             model = load_part(spec.source, own, torch.device("cpu"), **spec.load_kwargs)
         return encode(vars(LocalTeacher(model).output_head()))
+
+    def weight_digests(self) -> dict[str, str]:
+        """Read once more from where the model came from, part by part: no rank has all of it."""
+        if self.spec.module is not None:
+            return digests_of(ray.get(self.spec.module))
+        assert self.spec.source is not None
+        return source_digests(self.spec.source, **self.spec.load_kwargs)
 
     def weights(self) -> dict[str, Any]:
         held = {} if self.teacher is None else {"weight_bytes": resident_bytes(self.teacher.model)}

@@ -1,0 +1,1 @@
+"""The teacher's answers on disk, one entry for each sample: read first, written through."""
