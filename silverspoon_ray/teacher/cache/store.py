@@ -166,7 +166,7 @@ class CacheStore:
                 columns = {
                     "key": keys[start:stop],
                     "spec": [specs[entry.spec] for entry in chosen],
-                    "crc": [zlib.crc32(entry.data) for entry in chosen],
+                    "crc": [_crc(key, entry) for key, entry in zip(keys[start:stop], chosen, strict=True)],
                     "data": [bytes(entry.data) for entry in chosen],
                 }
                 arrays = [pa.array(columns[column], kind) for column, kind in COLUMNS.items()]
@@ -249,8 +249,7 @@ class _Shard:
                 # What is mapped costs nothing to keep; what was fetched is memory.
                 if len(self._batches) > (8 if self.place.local else 1):
                     self._batches.popitem(last=False)
-            spec, data = rows.entry(row - self.starts[number], key)
-            return Entry(self.specs[spec], data)
+            return rows.entry(row - self.starts[number], key, self.specs)
 
     def _errors(self) -> AbstractContextManager[None]:
         return _damaged(self.place, self.name)
@@ -269,14 +268,19 @@ class _Rows:
         self.values = np.frombuffer(values if values is not None else b"", dtype=np.uint8)
         self.whole = np.zeros(batch.num_rows, dtype=bool)
 
-    def entry(self, row: int, key: bytes) -> tuple[int, Bytes]:
+    def entry(self, row: int, key: bytes, specs: list[str]) -> Entry:
         start, stop = self.offsets[self.offset + row : self.offset + row + 2]
-        data = self.values[start:stop]
+        entry = Entry(specs[self.specs[row].as_py()], self.values[start:stop])
         if not self.whole[row]:
-            if self.keys[row].as_py() != key or zlib.crc32(data.data) != self.crcs[row].as_py():
+            if self.keys[row].as_py() != key or _crc(key, entry) != self.crcs[row].as_py():
                 raise ValueError(f"row {row} is not what was written")
             self.whole[row] = True
-        return self.specs[row].as_py(), data
+        return entry
+
+
+def _crc(key: bytes, entry: Entry) -> int:
+    """Of all that belongs to an entry; that of nothing at all is not 0, which damage may leave in its place."""
+    return zlib.crc32(entry.data, zlib.crc32(entry.spec.encode(), zlib.crc32(key)))
 
 
 def _checked(batch: pa.RecordBatch) -> pa.RecordBatch:
