@@ -42,7 +42,7 @@ def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
     except (SilverspoonError, RuntimeError) as error:
         if transport == "collective":
             raise TeacherError(f"this process cannot receive by the collective transport: {error}") from None
-        logger.warning("answers of the teacher come through the object store; the collective transport: %s", error)
+        logger.warning("answers of the teacher come through the object store; the collective transport: %s", str(error))
         return None
     return inbox
 

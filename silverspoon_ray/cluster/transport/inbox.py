@@ -88,7 +88,13 @@ class Delivery:
         if not self.done.wait(self.limit_s):
             self.late("the teacher's answer did not come")
         if self._error is not None:
-            raise self._error
+            # Kept and raised, it would refer to this frame and so to itself, and keep the stream until the garbage
+            # collector comes by.
+            error, self._error = self._error, TeacherError(str(self._error), rank=self.rank, batch=self.batch)
+            try:
+                raise error
+            finally:
+                del error
         assert self._output is not None, "released answers cannot be read"
         return self._output
 
@@ -173,7 +179,7 @@ class Lane:
             try:
                 output = self._receive(delivery)
             except Exception as raised:  # whatever it is, it belongs to who waits for the answer
-                error = raised
+                error = raised.with_traceback(None)
             self.pending.discard(delivery.number)
             delivery.settle(output, error)
             # The thread waits now, perhaps for long. What it has delivered is not its own any more.
