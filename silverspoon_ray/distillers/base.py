@@ -28,7 +28,7 @@ from silverspoon_ray.teacher.cache.entries import DECODER_POSITIONS
 from silverspoon_ray.teacher.cache.identity import TeacherIdentity, teacher_identity
 from silverspoon_ray.teacher.cache.manifest import tokenizer_hash
 from silverspoon_ray.teacher.cache.place import Place
-from silverspoon_ray.teacher.cache.teacher import CachedTeacher
+from silverspoon_ray.teacher.cache.teacher import AbsentTeacher, CachedTeacher
 from silverspoon_ray.teacher.compiled import CompiledLayers, compile_settings
 from silverspoon_ray.teacher.distributed import shard_local
 from silverspoon_ray.teacher.inputs import NEVER_SENT, TeacherInputs, with_decoder_inputs
@@ -102,7 +102,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self.teacher = as_teacher(teacher_model, args.device, args.overlap_teacher_forward, place)
         # Before it is spread over ranks, while its weights can be looked at.
         identity = teacher_identity(self.teacher) if args.teacher_cache is not None else None
-        if args.teacher_placement == "sharded":
+        if args.teacher_placement == "sharded" and not isinstance(self.teacher, AbsentTeacher):
             shard_local(self.teacher, self.accelerator.num_processes, args.device)
         settings = compile_settings(args)
         if settings is not None and isinstance(self.teacher, LocalTeacher) and teacher_model is not self.model:
@@ -155,7 +155,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             return bool(self.accelerator.reduce(asking, reduction="sum").item() > 0)
 
         # A teacher that is spread over the student's processes is asked by all of them or by none.
-        sharded = self.args.teacher_placement == "sharded" and self.accelerator.num_processes > 1
+        sharded = self.args.teacher_placement == "sharded" and isinstance(self.teacher, LocalTeacher)
         assert self.args.teacher_cache is not None
         return CachedTeacher(
             self.teacher,
@@ -163,7 +163,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             tokenizer=tokenizer_hash(processing_class),
             identity=identity,
             whole=self.args.distill_mask == "none",
-            in_step=any_rank if sharded else None,
+            in_step=any_rank if sharded and self.accelerator.num_processes > 1 else None,
         )
 
     @classmethod

@@ -28,10 +28,12 @@ from silverspoon_ray.distillers.soft_targets import check_soft_targets
 from silverspoon_ray.distillers.vocabulary import check_vocabularies, speaks_tokens
 from silverspoon_ray.errors import ConfigError, SilverspoonError
 from silverspoon_ray.models.source import ModelSource, check_source, known_config, known_structure, located
+from silverspoon_ray.teacher.cache.place import Place
 from silverspoon_ray.teacher.compiled import compile_settings
 from silverspoon_ray.teacher.placement import TeacherPlacement
 from silverspoon_ray.teacher.protocol import Teacher
 from silverspoon_ray.train.alignments import check_alignments
+from silverspoon_ray.train.cached import CachedRun, absent_teacher
 from silverspoon_ray.train.data import check_dataset, is_ray_dataset, ship_dataset
 from silverspoon_ray.train.plan import WorkerPlan, ship_model
 from silverspoon_ray.train.report import CHECKPOINT_SUBDIRECTORY
@@ -108,6 +110,9 @@ class DistillationTrainer(TorchTrainer):
         self.distiller = distiller_class(distiller)
         self.arguments, checked = arguments_on_driver(args)
         self.distiller.check_arguments(checked)
+        if checked.teacher_cache is not None:
+            Place(checked.teacher_cache).look()
+        self._checked = checked
         self.torch_compile = compile_settings(checked)
         self.placement: TeacherPlacement | None = (
             checked.teacher_placement if isinstance(checked.teacher_placement, TeacherPlacement) else None
@@ -180,6 +185,7 @@ class DistillationTrainer(TorchTrainer):
             for each log event, ``checkpoint`` a ``checkpoint/`` directory that ``from_pretrained`` loads.
 
         Raises:
+            CacheError: the teacher's cache is damaged or another teacher's, or cannot be written to.
             PlacementError: devices for teacher or students are not to be had.
             TeacherError: the teacher failed, with its own traceback.
             ray.train.TrainingFailedError: a worker failed more often than ``run_config.failure_config`` allows.
@@ -191,9 +197,12 @@ class DistillationTrainer(TorchTrainer):
             self.train_run_context = dataclasses.replace(self.train_run_context, scaling_config=self.scaling_config)
         group: TeacherGroup | None = None
         teacher: Any = self.teacher
+        if self._checked.teacher_cache is not None and not isinstance(teacher, Teacher):
+            Place(self._checked.teacher_cache).make()
+            teacher = absent_teacher(self._cached_run()) or teacher
         students, reading = self._student_bundles()
         purpose = f"{len(students)} student worker(s)" + (f" and {READING}" if reading else "")
-        refuse_impossible([*students, *reading, *self._teacher_bundles()], f"the teacher and {purpose}")
+        refuse_impossible([*students, *reading, *self._teacher_bundles(teacher)], f"the teacher and {purpose}")
         refuse_impossible(students, purpose, self.scaling_config.placement_strategy)
         try:
             if isinstance(teacher, Teacher):
@@ -226,6 +235,20 @@ class DistillationTrainer(TorchTrainer):
     teacher_stats: list[dict[str, Any]] | None = None
     """Of the last ``fit()`` with a dedicated teacher: per replica pid, node, forwards, bytes, seconds busy."""
 
+    def _cached_run(self) -> CachedRun:
+        evaluates = str(self._checked.eval_strategy.value) != "no" or self._checked.eval_on_start
+        asked = {name: given for name, given in self._given_datasets.items() if name == "train" or evaluates}
+        return CachedRun(
+            args=self._checked,
+            distiller=self.distiller,
+            distiller_kwargs=self.distiller_kwargs,
+            teacher=self.teacher,
+            student=self.student,
+            teacher_kwargs=self.teacher_kwargs,
+            datasets=asked,
+            dedicated=self.placement is not None,
+        )
+
     def _plan(self, teacher: Any) -> WorkerPlan:
         rows = {}
         for name, dataset in self.datasets.items():
@@ -255,11 +278,14 @@ class DistillationTrainer(TorchTrainer):
         return rows[0] if rows else None
 
     def _arguments_of_workers(self) -> dict[str, Any]:
-        """Workers write checkpoints to scratch space; traces are to be found where the user expects them."""
+        """Workers write checkpoints to scratch space; traces and the cache are where the user expects them."""
         arguments = dict(self.arguments)
         if arguments.get("enable_profiling") and arguments.get("profiling_output_dir") is None:
             output_dir = Path(arguments.get("output_dir") or "trainer_output").expanduser().absolute()
             arguments["profiling_output_dir"] = str(output_dir / "profiling")
+        cache = self._checked.teacher_cache
+        if cache is not None and "://" not in cache:
+            arguments["teacher_cache"] = str(Path(cache).expanduser().absolute())
         return arguments
 
     def _students_on_gpu(self) -> bool:
@@ -268,8 +294,8 @@ class DistillationTrainer(TorchTrainer):
             gpus -= self.placement.replicas * self.placement.num_devices
         return gpus >= 1 and not self.arguments.get("use_cpu", False)
 
-    def _teacher_bundles(self) -> list[dict[str, float]]:
-        if self.placement is None or isinstance(self.teacher, Teacher):
+    def _teacher_bundles(self, teacher: Any) -> list[dict[str, float]]:
+        if self.placement is None or isinstance(teacher, Teacher):
             return []
         bundle = device_bundle(self.placement, self.placement.device_type or cluster_device_type())
         return [bundle] * (self.placement.replicas * self.placement.num_devices)

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from silverspoon_ray.errors import CacheError
-from silverspoon_ray.teacher.cache.entries import Bytes, Entry
+from silverspoon_ray.teacher.cache.entries import Entry
 from silverspoon_ray.teacher.cache.manifest import SHARD
 from silverspoon_ray.teacher.cache.place import KEY, Place
 
