@@ -228,7 +228,8 @@ class ResponseBasedDistiller(BaseDistiller):
     ) -> dict[str, LossTerm]:
         mask = self.position_rule.mask(inputs)
         check_mask(mask, student.hidden, self.args.distill_mask)
-        soft = self.soft_term_of(inputs, mask)
+        positions: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
+        soft = LossTerm(torch.zeros(()), positions)
         terms = {"soft": soft}
         labels = None
         if with_task:
@@ -245,17 +246,14 @@ class ResponseBasedDistiller(BaseDistiller):
             if with_task:
                 means["hard"] = loss(soft_weight=0.0, task_weight=1.0).total
             return _with_means(terms, means)
+        if ticket.repeated:  # before the gradient is weighed, which happens here
+            terms = {name: replace(term, count=0) for name, term in terms.items()}
         weights = {name: self._share(term, ticket) for name, term in terms.items()}
         result = loss(soft_weight=weights["soft"] * (1 - self.alpha), task_weight=weights.get("hard", 0.0) * self.alpha)
         terms = _with_means(terms, {"soft": result.soft, "hard": result.task})
         if torch.is_grad_enabled():
             terms["soft"] = replace(terms["soft"], carrier=result.total)
         return terms
-
-    def soft_term_of(self, inputs: dict[str, Any], mask: torch.Tensor | None) -> LossTerm:
-        """The soft loss of a batch before its value is known."""
-        count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
-        return LossTerm(torch.zeros(()), count)
 
     # ---- vocabularies --------------------------------------------------------------------
 

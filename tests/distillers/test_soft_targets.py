@@ -16,6 +16,7 @@ import silverspoon_ray
 from silverspoon_ray.distillers import HolisticDistiller, ResponseBasedDistiller
 from silverspoon_ray.errors import ConfigError
 from silverspoon_ray.teacher.local import LocalTeacher
+from silverspoon_ray.teacher.lookahead import TICKET_KEY, Ticket
 from silverspoon_ray.teacher.protocol import TeacherRequest
 from tests.distillers.kinds import KINDS, SPREAD, Collator, Padding, bert_classifier, gpt2, llama, mean_squared
 from tests.support import VOCABULARY, seeded, trained, training_arguments, without_times
@@ -279,10 +280,27 @@ def test_no_tensor_of_all_logits(form: str) -> None:
     built._student_without_head(student, batch)  # verified now
     with Largest() as seen:
         hidden = built._student_without_head(student, batch)
-        terms = built._fused_terms(hidden, targets, batch, silverspoon_ray.teacher.lookahead.Ticket(), True)
+        terms = built._fused_terms(hidden, targets, batch, Ticket(), True)
         terms["soft"].carrier.backward()
     assert student.lm_head.weight.grad.abs().sum() > 0
     assert 0 < seen.rows < 1024
+
+
+@pytest.mark.parametrize("weighting", ["distillation", "both", "magnitudes"])
+def test_a_batch_that_is_there_twice_counts_nothing(weighting: str) -> None:
+    """As the last of an epoch, on a rank that has no samples of its own left."""
+    student = llama(0, 1)
+    built = distiller("llama", student, llama(5, 2), **WEIGHTINGS[weighting])
+    batch = Collator("llama")(KINDS["llama"].data(4, 1))
+    count = torch.tensor(10)
+    for repeated in (False, True):
+        student.zero_grad()
+        ticket = Ticket(items={"soft": count, "task": count}, repeated=repeated)
+        loss = built.compute_loss(student, {**batch, TICKET_KEY: ticket})
+        loss.backward()
+        gradients = [p.grad for p in student.parameters() if p.grad is not None]
+        assert all(not gradient.any() for gradient in gradients) is repeated
+        assert (loss == 0) == repeated
 
 
 # ---- heads that are more than a linear layer ----------------------------------------------------------------
