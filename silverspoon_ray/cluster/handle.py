@@ -265,7 +265,7 @@ class RemoteAnswer:
     def _fetched(self) -> TeacherOutput:
         assert self._refs is not None, "released answers cannot be read"
         if self._delivery is not None:
-            output = self._delivery.result()
+            output = self._delivery.result(self.handle.timeout_s)
             self.handle.finished(self._refs, self.rank)
             self.nbytes = self._delivery.nbytes
             return output

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from silverspoon_ray.cluster.transport.collective import SELF_TEST_TIMEOUT_S, known_bytes
-from silverspoon_ray.cluster.transport.inbox import Delivery, Inbox
+from silverspoon_ray.cluster.transport.inbox import Delivery, Inbox, on_gpu
 from silverspoon_ray.errors import ConfigError, SilverspoonError, TeacherError
 
 if TYPE_CHECKING:
@@ -47,11 +47,6 @@ def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
     return inbox
 
 
-def on_gpu() -> bool:
-    """This process computes on a GPU; a student's has begun to when it opens its stream."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
 def try_out(handle: TeacherHandle, inbox: Inbox) -> None:
     """Have every actor send something that is known, by the way that answers will take.
 
@@ -68,6 +63,6 @@ def try_out(handle: TeacherHandle, inbox: Inbox) -> None:
             deliveries.append(Delivery(number, [ref], rank, "self-test", remaining, lambda parts: parts[0]))
             inbox.expect(deliveries[-1])
     for delivery in deliveries:
-        logits = delivery.result().logits
+        logits = delivery.result(SELF_TEST_TIMEOUT_S).logits
         if logits is None or not torch.equal(logits.cpu(), known_bytes()):
             raise TeacherError("what arrived is not what was sent", rank=delivery.rank)

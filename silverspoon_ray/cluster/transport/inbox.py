@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import logging
 import queue
@@ -31,6 +32,11 @@ POLL_S = 0.5
 """How often a thread that waits for a teacher looks whether the student still wants it."""
 EXIT_TIMEOUT_S = 5.0
 STORE_TIMEOUT_S = 30.0
+
+
+def on_gpu() -> bool:
+    """This process computes on a GPU; a student's has begun to when it opens its stream."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 class Delivery:
@@ -77,16 +83,19 @@ class Delivery:
         self.cancelled = True
         self._output = None
 
-    def result(self) -> TeacherOutput:
+    def result(self, limit_s: float) -> TeacherOutput:
         """Wait for it.
+
+        Args:
+            limit_s: from now.
 
         Raises:
             AnswerLateError: it did not come in time.
             AnswerLostError: the process that had it is gone, or the connection.
             TeacherError: the teacher failed.
         """
-        if not self.done.wait(self.limit_s):
-            self.late("the teacher's answer did not come")
+        if not self.done.wait(limit_s):
+            raise self.late("the teacher's answer did not come", limit_s)
         if self._error is not None:
             # Kept and raised, it would refer to this frame and so to itself, and keep the stream until the garbage
             # collector comes by.
@@ -98,8 +107,11 @@ class Delivery:
         assert self._output is not None, "released answers cannot be read"
         return self._output
 
-    def late(self, what: str) -> None:
-        raise AnswerLateError(f"{what} within {self.limit_s:g} s", rank=self.rank, batch=self.batch)
+    def late(self, what: str, limit_s: float) -> AnswerLateError:
+        return AnswerLateError(f"{what} within {limit_s:g} s", rank=self.rank, batch=self.batch)
+
+    def closed(self) -> TeacherError:
+        return TeacherError("the stream to the teacher was closed", rank=self.rank, batch=self.batch)
 
 
 class Inbox:
@@ -116,18 +128,20 @@ class Inbox:
         host = ray.util.get_node_ip_address()
         timeout = datetime.timedelta(seconds=STORE_TIMEOUT_S)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        # A student that computes on a GPU has begun to, when its stream is opened.
-        self._device_type = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+        # Of this thread; those that receive would begin with the first GPU.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         self._address = (host, store.port)
         self._pending: set[int] = set()
-        self._lanes = [Lane(store, self._pending, f"{self.stream[:8]}-{rank}") for rank in range(replicas)]
+        self._lanes = [
+            Lane(store, self._pending, self._device, f"{self.stream[:8]}-{rank}") for rank in range(replicas)
+        ]
         weakref.finalize(self, _close, self._lanes).atexit = False  # see _close_all
 
     def reply_to(self, number: int) -> ReplyTo:
         """What the actors are told with the request of that number, which counts as wanted from now on."""
         self._pending.add(number)
         settled = min(tuple(self._pending))
-        return ReplyTo(self.stream, *self._address, self._device_type, settled)
+        return ReplyTo(self.stream, *self._address, self._device.type, settled)
 
     def expect(self, delivery: Delivery) -> None:
         """Receive it as soon as it is there; see :meth:`Delivery.result`."""
@@ -142,12 +156,14 @@ class Lane:
     Args:
         store: where actors meet the student.
         pending: numbers of the answers that are wanted; settled ones are taken out.
+        device: where the student computes.
         name: for the thread.
     """
 
-    def __init__(self, store: TCPStore, pending: set[int], name: str) -> None:
+    def __init__(self, store: TCPStore, pending: set[int], device: torch.device, name: str) -> None:
         self.store = store
         self.pending = pending
+        self.device = device
         self.name = name
         self.closing = threading.Event()
         self._queue: queue.SimpleQueue[Delivery | None] = queue.SimpleQueue()
@@ -158,7 +174,9 @@ class Lane:
 
     def add(self, delivery: Delivery) -> None:
         self._queue.put(delivery)
-        if self._thread is None:
+        if self.closing.is_set():
+            self._fail_the_rest()
+        elif self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"silverspoon-receive-{self.name}", daemon=True)
             self._thread.start()
             _open_lanes.add(self)
@@ -173,20 +191,37 @@ class Lane:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (delivery := self._queue.get()) is not None and not self.closing.is_set():
-            output: TeacherOutput | None = None
-            error: Exception | None = None
-            try:
-                output = self._receive(delivery)
-            except Exception as raised:  # whatever it is, it belongs to who waits for the answer
-                error = raised.with_traceback(None)
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            while (delivery := self._queue.get()) is not None:
+                self._deliver(delivery)
+                del delivery  # the thread waits now, perhaps for long; what it has delivered is not its own any more
+        finally:
+            self.closing.set()
+            self._fail_the_rest()
+            self._blocks = Blocks()
+            self._pairs.clear()  # closes the connections, by which the actors know
+            _open_lanes.discard(self)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        output: TeacherOutput | None = None
+        error: Exception | None = delivery.closed()
+        try:
+            output = self._receive(delivery)
+            error = None
+        except Exception as raised:  # whatever it is, it belongs to who waits for the answer
+            error = raised.with_traceback(None)
+        finally:  # also where Ray ends, and its threads with it
             self.pending.discard(delivery.number)
             delivery.settle(output, error)
-            # The thread waits now, perhaps for long. What it has delivered is not its own any more.
-            del delivery, output, error
-        self._blocks = Blocks()
-        self._pairs.clear()  # closes the connections, by which the actors know
-        _open_lanes.discard(self)
+
+    def _fail_the_rest(self) -> None:
+        while not self._queue.empty():
+            with contextlib.suppress(queue.Empty):  # two may be at it
+                delivery = self._queue.get_nowait()
+                if delivery is not None:
+                    delivery.settle(None, delivery.closed())
 
     def _receive(self, delivery: Delivery) -> TeacherOutput | None:
         deadline = time.monotonic() + delivery.limit_s
@@ -214,8 +249,8 @@ class Lane:
             if ray.wait([ref], timeout=min(POLL_S, remaining))[0]:
                 return get(ref, max(remaining, POLL_S), "the teacher's answer", delivery.rank, delivery.batch)
             if remaining == 0.0:
-                delivery.late("the teacher's answer did not come")
-        raise TeacherError("the stream to the teacher was closed", rank=delivery.rank, batch=delivery.batch)
+                raise delivery.late("the teacher's answer did not come", delivery.limit_s)
+        raise delivery.closed()
 
     def _unpacked(self, delivery: Delivery, part: Encoded | Posted, deadline: float) -> TeacherOutput | None:
         if isinstance(part, Encoded):  # no tensor in it
@@ -229,7 +264,8 @@ class Lane:
         except PairBrokenError as error:
             self._break(part)
             if time.monotonic() >= deadline:
-                delivery.late(f"the teacher's answer, {part.nbytes} bytes, did not arrive")
+                what = f"the teacher's answer, {part.nbytes} bytes, did not arrive"
+                raise delivery.late(what, delivery.limit_s) from None
             reason = f"the teacher's answer, {part.nbytes} bytes, was lost on its way: {error}"
             raise AnswerLostError(reason, rank=delivery.rank, batch=delivery.batch) from None
         return decode_received(Encoded(part.value, list(buffers)))
@@ -243,9 +279,7 @@ class Lane:
             raise PairBrokenError("the connection that it was to come by is closed")
         self._pairs.pop(part.actor, None)
         self.store.set(arrived(part.generation), "")
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if part.device_type == "cuda" else torch.device("cpu")
-        )
+        device = self.device if part.device_type == "cuda" else torch.device("cpu")
         pair = Pair(self.store, part.generation, STUDENT, device, self._blocks)
         self._pairs[part.actor] = (part.generation, pair)
         return pair
