@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import ray.data
     import ray.train
 
+    from silverspoon_ray.train.trainer import DistillationTrainer
+
 DONE, FAILED, WRONG = 0, 1, 2
 FAILURE_LOG = "failure.log"
 LONGEST_VALUE = 200  # characters of a value in an error
@@ -112,10 +114,44 @@ def check(config: ConfigPath, overrides: Overrides = None, debug: Debug = False)
         print_plan(run)
 
 
+@app.command()
+def cache(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    actors: Annotated[
+        int | None, typer.Option(min=1, help="How many teachers; default: teacher_placement.replicas, or 1.")
+    ] = None,
+    address: Address = None,
+    debug: Debug = False,
+) -> None:
+    """Fill the cache that args.teacher_cache names with the teacher's answers to all data. It can be stopped at any
+    time, and goes on where it was."""
+    with _outcome(None, debug):
+        run = load_config(config, overrides or [])
+        if not run.args.get("teacher_cache"):
+            raise ConfigError("args.teacher_cache", None, "a directory or URI, e.g. args.teacher_cache=cache")
+        validate(run)
+    directory = Path(local_path(str(run.args.get("output_dir") or "trainer_output")))
+    with _outcome(directory, debug), _ray(address):
+        from silverspoon_ray.train.cache_job import fill_cache
+
+        report = fill_cache(_trainer(run, debug), actors, say=lambda line: print(line, flush=True))
+        print(f"done: {report.samples} samples, {report.answered} answered by the teacher, {report.seconds:.1f} s")
+
+
 # ---------------------------------------------------------------- training
 
 
 def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
+    # That a run needs no teacher is worth a line.
+    noted = logging.getLogger("silverspoon_ray.train.cached")
+    noted.setLevel(logging.INFO)
+    if not noted.handlers:
+        noted.addHandler(logging.StreamHandler())
+    return _trainer(run, debug).fit()
+
+
+def _trainer(run: RunConfigFile, debug: bool) -> DistillationTrainer:
     from ray.train import CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 
     from silverspoon_ray.train.text_data import PadCollator, load_tokenizer, padding_token
@@ -126,7 +162,7 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
     keywords = argument_keywords(run)
     tokenizer = load_tokenizer(name_or_path(run.data.tokenizer))
     storage = local_path(run.run.storage_path or keywords["output_dir"])
-    trainer = DistillationTrainer(
+    return DistillationTrainer(
         run.distiller,
         teacher=model_source(run.teacher),
         student=model_source(run.student),
@@ -148,7 +184,6 @@ def _train(run: RunConfigFile, debug: bool) -> ray.train.Result:
             logging_config=LoggingConfig(log_level="INFO" if debug else "CRITICAL"),
         ),
     )
-    return trainer.fit()
 
 
 def _hush_ray_data() -> None:

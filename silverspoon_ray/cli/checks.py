@@ -106,6 +106,9 @@ def argument_keywords(config: RunConfigFile) -> dict[str, Any]:
     hints = typing.get_type_hints(TrainingArguments)
     keywords = {name: _typed(f"args.{name}", value, hints[name]) for name, value in config.args.items()}
     keywords["output_dir"] = local_path(keywords.get("output_dir") or "trainer_output")
+    cache = keywords.get("teacher_cache")
+    if cache is not None and "://" not in cache:
+        keywords["teacher_cache"] = local_path(cache)
     return keywords
 
 
@@ -270,6 +273,11 @@ def _check_arguments(config: RunConfigFile) -> None:
             except ConfigError as alone:
                 raise ConfigError(f"args.{name}", value, alone.expected) from error
         raise _renamed(error, "args", config.args) from error
+    if args.teacher_cache is not None:
+        from silverspoon_ray.teacher.cache.place import Place
+
+        with _below("args"):
+            Place(args.teacher_cache).look()
     if args.max_steps == 0 or args.max_steps < -1:
         raise ConfigError("args.max_steps", args.max_steps, "1 or more, or -1: as many as num_train_epochs takes")
     if args.max_steps == -1 and not args.num_train_epochs > 0:

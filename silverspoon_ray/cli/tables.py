@@ -54,6 +54,8 @@ def _run_table(run: RunConfigFile, args: TrainingArguments) -> Table:
     table.add_row("samples per step", f"{samples} ({run.data.max_length} tokens each, at most)")
     table.add_row("learning rate", f"{args.learning_rate:g}")
     table.add_row("evaluation", str(args.eval_strategy.value))
+    if args.teacher_cache is not None:
+        table.add_row("teacher cache", args.teacher_cache)
     return table
 
 

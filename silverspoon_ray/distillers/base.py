@@ -129,6 +129,8 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self.evaluation_meter = EvaluationMeter()
         self._reported_loss: torch.Tensor | None = None
         self._flops_per_step: int | None = None
+        # Of what the first step does and no later one will.
+        self._flops_aside = 0
         self.add_callback(self.clock)
         if args.use_weightwatcher:
             self.add_callback(WeightWatcherCallback(self.log))
@@ -157,12 +159,14 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         # A teacher that is spread over the student's processes is asked by all of them or by none.
         sharded = self.args.teacher_placement == "sharded" and isinstance(self.teacher, LocalTeacher)
         assert self.args.teacher_cache is not None
+        precision = None if self.teacher.dedicated else self.accelerator.mixed_precision
         return CachedTeacher(
             self.teacher,
             self.args.teacher_cache,
             tokenizer=tokenizer_hash(processing_class),
             identity=identity,
             whole=self.args.distill_mask == "none",
+            autocast=None if precision == "no" else precision,
             in_step=any_rank if sharded and self.accelerator.num_processes > 1 else None,
         )
 
@@ -246,13 +250,19 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
             with_task: the task loss is wanted.
             with_outputs: the student's outputs are wanted; without, they may be None.
         """
+        return self._terms_in_full(model, inputs, self._own_inputs(inputs), ticket, with_task)
+
+    def _terms_in_full(
+        self, model: nn.Module, inputs: dict[str, Any], own: dict[str, Any], ticket: Ticket, with_task: bool
+    ) -> tuple[Any, dict[str, LossTerm]]:
+        """:meth:`student_terms`, ``own`` being what the student's forward is called with."""
         if self.args.overlap_teacher_forward is not False:
             ticket.start()
-            outputs, task = self._student_forward(model, inputs, with_task)
+            outputs, task = self._own_forward(model, own, with_task)
             answer = self._answer(ticket)
         else:
             answer = self._answer(ticket)
-            outputs, task = self._student_forward(model, inputs, with_task)
+            outputs, task = self._own_forward(model, own, with_task)
         mask = self.position_rule.mask(inputs)
         count: torch.Tensor | int = self.position_rule.positions(inputs) if mask is None else mask.sum()
         terms = {name: LossTerm(value, count) for name, value in self.distillation_terms(outputs, answer, mask).items()}
@@ -336,9 +346,15 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self, model: nn.Module, inputs: dict[str, Any], with_task: bool
     ) -> tuple[Any, LossTerm | None]:
         """The student's outputs, and its task loss as a mean where it is wanted."""
+        return self._own_forward(model, self._own_inputs(inputs), with_task)
+
+    def _own_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the student is called with."""
         if self.prepare_student_inputs is not None:
             inputs = self.prepare_student_inputs(dict(inputs))
-        inputs = with_decoder_inputs(self.student_model, inputs)
+        return with_decoder_inputs(self.student_model, inputs)
+
+    def _own_forward(self, model: nn.Module, inputs: dict[str, Any], with_task: bool) -> tuple[Any, LossTerm | None]:
         if not with_task:
             return model(**{key: value for key, value in inputs.items() if key not in self._targets}), None
         count = counted_labels(inputs, self._loss_shifts_labels)
@@ -378,9 +394,11 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         """Trainer's step. Under magnitude-aware weighting it returns the unweighted loss, which is what is logged:
         the weighted one is constant by construction."""
         if self.args.count_flops and self._flops_per_step is None:
+            self._flops_aside = 0
             with FlopCounterMode(display=False) as counter:
                 loss = super().training_step(model, inputs, num_items_in_batch)
-            self._flops_per_step = counter.get_total_flops() * self.args.gradient_accumulation_steps
+            flops = counter.get_total_flops() - self._flops_aside
+            self._flops_per_step = flops * self.args.gradient_accumulation_steps
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         return self._reported_loss if self._reported_loss is not None else loss

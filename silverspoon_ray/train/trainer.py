@@ -215,7 +215,7 @@ class DistillationTrainer(TorchTrainer):
                 for replica in group.stats():
                     logger.info("teacher replica %s: pid %s", replica["rank"], replica["pid"])
             else:
-                teacher = ship_model(teacher)
+                teacher = self.shipped_teacher()
             timeout_s = self.placement.startup_timeout_s if self.placement is not None else 600.0
             check_room(students, self.scaling_config.placement_strategy, timeout_s, purpose, beside=reading)
             self.train_loop_config = {"plan": self._plan(teacher)}
@@ -234,6 +234,10 @@ class DistillationTrainer(TorchTrainer):
 
     teacher_stats: list[dict[str, Any]] | None = None
     """Of the last ``fit()`` with a dedicated teacher: per replica pid, node, forwards, bytes, seconds busy."""
+
+    def shipped_teacher(self) -> Any:
+        """The teacher's source, as a worker unpacks it."""
+        return ship_model(self.teacher)
 
     def _cached_run(self) -> CachedRun:
         evaluates = str(self._checked.eval_strategy.value) != "no" or self._checked.eval_on_start

@@ -433,3 +433,13 @@ def test_digests_see_order_and_shape() -> None:
     assert tensor_digest(torch.empty(0)) == tensor_digest(torch.empty(0))
     assert tensor_digest(torch.tensor(1.0)) != tensor_digest(torch.tensor(2.0))
     assert tensor_digest(tensor.to(torch.float8_e4m3fn)).startswith("float8_e4m3fn:")
+
+
+def test_autocast_belongs_to_a_local_teacher(tmp_path: Path) -> None:
+    """It answers in the student's precision; a teacher elsewhere does not."""
+    cold, _, _ = response("llama", tmp_path, max_steps=4, bf16=True)
+    plain, _, _ = response("llama", None, max_steps=4, bf16=True)
+    warm, _, _ = response("llama", tmp_path, max_steps=4, bf16=True)
+    assert curve(cold) == curve(plain) == curve(warm)
+    with pytest.raises(CacheError, match="autocast None, which this run needs; this one has 'bf16'"):
+        response("llama", tmp_path, silent(KINDS["llama"].model(5, 2)), max_steps=4, bf16=True)

@@ -31,12 +31,15 @@ class Manifest:
         teacher: who answered.
         tokenizer: hash of the vocabulary; None where it was not known.
         padding: ``"left out"``, or ``"kept"`` where padding counts in the loss (``distill_mask="none"``).
+        autocast: in which precision the teacher's products are computed; None: in that of its weights. A teacher in
+            the student's process shares the student's autocast, one with devices of its own has none.
     """
 
     request: Mapping[str, Any]
     teacher: TeacherIdentity
     tokenizer: str | None = None
     padding: str = "left out"
+    autocast: str | None = None
 
     def content(self) -> dict[str, Any]:
         return {
@@ -45,6 +48,7 @@ class Manifest:
             "teacher": dataclasses.asdict(self.teacher),
             "tokenizer": self.tokenizer,
             "padding": self.padding,
+            "autocast": self.autocast,
         }
 
 

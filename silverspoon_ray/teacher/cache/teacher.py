@@ -43,6 +43,7 @@ class CachedTeacher:
         tokenizer: hash of the vocabulary, if it is known.
         identity: who the inner teacher is; None: it is asked.
         whole: padding counts in the loss, so it is part of a sample.
+        autocast: see :class:`~silverspoon_ray.teacher.cache.manifest.Manifest`.
         in_step: all processes ask the inner teacher equally often. It says whether any of them needs it, given whether
             this one does.
 
@@ -58,6 +59,7 @@ class CachedTeacher:
         tokenizer: str | None = None,
         identity: TeacherIdentity | None = None,
         whole: bool = False,
+        autocast: str | None = None,
         in_step: Callable[[bool], bool] | None = None,
     ) -> None:
         self.inner = teacher
@@ -67,6 +69,7 @@ class CachedTeacher:
         self.identity = identity if identity is not None else teacher_identity(teacher)
         self.tokenizer = tokenizer
         self.whole = whole
+        self.autocast = autocast
         self.in_step = in_step
         self.store: CacheStore | None = None
         if hasattr(teacher, "model"):
@@ -85,7 +88,7 @@ class CachedTeacher:
             CacheError: the place holds other answers, or damaged ones.
         """
         padding = "kept" if self.whole else "left out"
-        agree(self.place, Manifest(described(request), self.identity, self.tokenizer, padding))
+        agree(self.place, Manifest(described(request), self.identity, self.tokenizer, padding, self.autocast))
         if self.store is None:
             self.store = CacheStore(self.place)
         if request.logits == "hidden" and isinstance(self.inner, GivesHead):
