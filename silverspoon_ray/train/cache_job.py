@@ -229,7 +229,7 @@ class CacheFiller:
                 pending.result()
             answered += len(getattr(pending, "missing", ()))
             pending.release()
-            if time.monotonic() - flushed > FLUSH_S:
+            if time.monotonic() - flushed > FLUSH_S:  # sooner than in training, which has checkpoints
                 distiller.cache.flush()
                 flushed = time.monotonic()
         distiller.cache.flush()

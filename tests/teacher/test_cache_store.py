@@ -82,6 +82,17 @@ def test_flushes_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert bytes(store.get(key_of(number)).data) == bytes([number]) * 100
 
 
+def test_flushes_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: now[0])
+    store = CacheStore(Place(str(tmp_path)))
+    for number in range(3):
+        store.add(key_of(number), entry_of(number))
+        now[0] += 40
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+    assert len(CacheStore(Place(str(tmp_path)))) == 3
+
+
 def test_the_first_wins(tmp_path: Path) -> None:
     """In memory, and between files; all who read agree with the file that is first by name."""
     one = filled(tmp_path, 1)

@@ -28,9 +28,11 @@ from silverspoon_ray.teacher.cache.place import KEY, Place
 logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 64 << 20
+FLUSH_S = 60.0
 BATCH_BYTES = 4 << 20
 REFRESH_S = 5.0
-OPEN_FILES = 64
+OPEN_FILES = 256
+MAPPED_BATCHES = 256
 MARK = b"silverspoon_ray.teacher_cache"
 SPECS = b"specs"
 COLUMNS = {"key": pa.binary(16), "spec": pa.int32(), "crc": pa.uint32(), "data": pa.large_binary()}
@@ -39,8 +41,8 @@ COLUMNS = {"key": pa.binary(16), "spec": pa.int32(), "crc": pa.uint32(), "data":
 class CacheStore:
     """The entries of one cache, for one process.
 
-    What is added is kept in memory until it is :data:`FLUSH_BYTES`, and then becomes a file of its own, under a name
-    that no other writer has. Values are read from the files (mapped into memory where those are local); of each entry
+    What is added is kept in memory until it is :data:`FLUSH_BYTES` or :data:`FLUSH_S` old, and then becomes a file of
+    its own, under a name that no other writer has. Values are read from the files (mapped into memory where those are local); of each entry
     only its key stays in memory, about 200 bytes.
 
     Args:
@@ -57,6 +59,7 @@ class CacheStore:
         self._open: OrderedDict[int, _Shard] = OrderedDict()
         self._pending: dict[bytes, Entry] = {}
         self._pending_bytes = 0
+        self._pending_since = 0.0
         self._looked = float("-inf")
         self._numbers = itertools.count()
         self._writer = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -140,9 +143,11 @@ class CacheStore:
             return self.get(key)
         if not self.writes:
             return entry
+        if not self._pending:
+            self._pending_since = time.monotonic()
         self._pending[key] = entry
         self._pending_bytes += len(entry.data)
-        if self._pending_bytes >= FLUSH_BYTES:
+        if self._pending_bytes >= FLUSH_BYTES or time.monotonic() - self._pending_since >= FLUSH_S:
             self.flush()
         return entry
 
@@ -247,7 +252,7 @@ class _Shard:
             if rows is None:
                 rows = self._batches[number] = _Rows(_checked(self.reader.get_batch(number)))
                 # What is mapped costs nothing to keep; what was fetched is memory.
-                if len(self._batches) > (8 if self.place.local else 1):
+                if len(self._batches) > (MAPPED_BATCHES if self.place.local else 1):
                     self._batches.popitem(last=False)
             return rows.entry(row - self.starts[number], key, self.specs)
 
