@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -349,6 +350,25 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
             Place(str(path)).look()
     Place(str(tmp_path / "new" / "one")).look()
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_first_writer_of_a_file_wins(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError("no hard links")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    place = Place(str(tmp_path))
+    for content in (b"first", b"second"):
+        with place.writing("x", exclusive=True) as stream:
+            stream.write(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert place.read("x") == b"first"
+    with contextlib.suppress(KeyboardInterrupt), place.writing("y") as stream:
+        stream.write(b"half of it")
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_store_elsewhere(tmp_path: Path) -> None:

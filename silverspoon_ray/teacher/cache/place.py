@@ -107,20 +107,27 @@ class Place:
             try:
                 with self.filesystem.open_output_stream(partial) as stream:
                     yield stream
-                if not exclusive:
-                    self.filesystem.move(partial, self.path(name))
-                elif self.local:
-                    with suppress(FileExistsError):
-                        os.link(partial, self.path(name))
+                if exclusive and self._named(partial, name):
                     self.filesystem.delete_file(partial)
-                elif self.filesystem.get_file_info(self.path(name)).type == fs.FileType.NotFound:
-                    self.filesystem.move(partial, self.path(name))
                 else:
-                    self.filesystem.delete_file(partial)
+                    self.filesystem.move(partial, self.path(name))
             except BaseException:
                 with suppress(OSError):
                     self.filesystem.delete_file(partial)
                 raise
+
+    def _named(self, partial: str, name: str) -> bool:
+        """There is a file of that name now: another's, or this one under a second name."""
+        if self.local:
+            try:
+                os.link(partial, self.path(name))
+            except FileExistsError:
+                return True
+            except OSError:
+                pass  # no hard links here
+            else:
+                return True
+        return bool(self.filesystem.get_file_info(self.path(name)).type != fs.FileType.NotFound)
 
     @contextmanager
     def errors(self, expected: str) -> Iterator[None]:

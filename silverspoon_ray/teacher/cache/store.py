@@ -42,8 +42,8 @@ class CacheStore:
     """The entries of one cache, for one process.
 
     What is added is kept in memory until it is :data:`FLUSH_BYTES` or :data:`FLUSH_S` old, and then becomes a file of
-    its own, under a name that no other writer has. Values are read from the files (mapped into memory where those are local); of each entry
-    only its key stays in memory, about 200 bytes.
+    its own, under a name that no other writer has. Values are read from the files (mapped into memory where those are
+    local); of each entry only its key stays in memory, about 200 bytes.
 
     Args:
         place: where files go; a manifest is no concern of this class.
