@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from silverspoon_ray.distillers.base import BaseDistiller, PrepareInputs
 from silverspoon_ray.distillers.masks import check_mask
@@ -17,6 +20,7 @@ from silverspoon_ray.distillers.soft_targets import (
     SoftTargetReader,
     check_form,
     classes_of_targets,
+    is_ours,
 )
 from silverspoon_ray.distillers.student_head import StudentHead
 from silverspoon_ray.distillers.task_loss import counted_labels, labels_by_row
@@ -79,10 +83,12 @@ class ResponseBasedDistiller(BaseDistiller):
         **kwargs: Any,
     ) -> None:
         self.soft_loss = soft_loss_from(soft_loss_fn, soft_loss_fn_kwargs)
-        self._soft_loss_is_ours = isinstance(self.soft_loss, KLDivergenceLoss | JSDLoss)
+        self._soft_loss_is_ours = is_ours(self.soft_loss)
         self._soft_loss_takes_mask = "mask" in loss_keywords(self.soft_loss)
         self._vocabulary_logged = False
-        self._head_verified = False
+        # Students that do nothing behind their head, by when that was seen: in training, with the task loss. There are
+        # several where a `model_init` makes one for every call of `train`.
+        self._head_explains: WeakKeyDictionary[nn.Module, set[tuple[bool, bool]]] = WeakKeyDictionary()
         if args is not None:
             check_form(getattr(args, "teacher_logits", "full"), self.soft_loss)
         tokenizer: Any = kwargs.get("processing_class")
@@ -109,7 +115,7 @@ class ResponseBasedDistiller(BaseDistiller):
         if self._why_not_fused is None:
             name = output_head_name(self.student_model, output_head_layer)
             assert name is not None
-            self.head = StudentHead(self.student_model, name)
+            self.head = StudentHead(lambda: self.student_model, name)
         else:
             logger.info("the student's logits are computed in full: %s", self._why_not_fused)
 
@@ -170,6 +176,8 @@ class ResponseBasedDistiller(BaseDistiller):
         """Why the student's logits have to be computed in full; None: they need not."""
         if not self._soft_loss_is_ours:
             return "the soft_loss_fn takes logits"
+        if type(self).distillation_terms is not ResponseBasedDistiller.distillation_terms:
+            return f"{type(self).__name__} has distillation_terms of its own"
         name = output_head_name(self.student_model, output_head_layer)
         if name is None:
             return f"{type(self.student_model).__name__} has no plain linear output head that is known"
@@ -191,40 +199,60 @@ class ResponseBasedDistiller(BaseDistiller):
     ) -> tuple[Any, dict[str, LossTerm]]:
         """As the base's; where nobody wants the logits, they are never held: each piece of them is computed, compared
         and turned into its gradient before the next."""
-        with_task_now = with_task and isinstance(inputs.get("labels"), torch.Tensor)
-        fused = self.head is not None and not with_outputs and with_task_now == with_task
-        if not fused or (with_task and not self._task_is_cross_entropy()):
-            return super().student_terms(model, inputs, ticket, with_task, with_outputs)
+        own = self._own_inputs(inputs)
+        if with_outputs or not self._goes_without_logits(own, with_task):
+            return self._terms_in_full(model, inputs, own, ticket, with_task)
         overlap = self.args.overlap_teacher_forward is not False
         answer = None if overlap else self._answer(ticket)
         ticket.start()
-        student = self._student_without_head(model, inputs)
-        if student is None:  # there is more behind its head than was known
-            return super().student_terms(model, inputs, ticket, with_task, with_outputs)
+        student = self._student_without_head(model, own)
         answer = self._answer(ticket) if answer is None else answer
-        return None, self._fused_terms(student, self.reader.targets(answer), inputs, ticket, with_task)
+        return None, self._fused_terms(student, self.reader.targets(answer), inputs, own, ticket, with_task)
 
-    def _student_without_head(self, model: nn.Module, inputs: dict[str, Any]) -> LinearStudent | None:
-        """The student's last hidden state and its head; None where its logits are not what the head gives."""
-        assert self.head is not None
-        with self.head.left_out(whole=not self._head_verified):
-            outputs, _ = self._student_forward(model, inputs, with_task=False)
-        student = self.head.seen()
-        if not self._head_verified:
-            if not self.head.explains(student, extract_logits(outputs)):
+    def _goes_without_logits(self, own: dict[str, Any], with_task: bool) -> bool:
+        """Nothing needs the student's logits in full, as far as the losses of this batch go.
+
+        Args:
+            own: what the student is called with.
+            with_task: its task loss is wanted.
+        """
+        if self.head is None or not self.head.usable:
+            return False
+        if with_task and not (isinstance(own.get("labels"), torch.Tensor) and self._task_is_cross_entropy()):
+            return False
+        seen, case = self._head_explains.setdefault(self.student_model, set()), (self.model.training, with_task)
+        if case not in seen:
+            inputs = own if with_task else {key: value for key, value in own.items() if key not in self._targets}
+            with FlopCounterMode(display=False) if self.args.count_flops else nullcontext() as counter:
+                explains = self.head.explains(inputs, with_task, self._loss_shifts_labels)
+            self._flops_aside += counter.get_total_flops() if counter is not None else 0
+            if not explains:
                 logger.warning(
-                    "the student's logits are computed in full: %s does more behind its %s than scale its logits and "
-                    "cap them softly",
+                    "the student's logits are computed in full: %s does more behind its %s than scale its logits, cap "
+                    "them softly and, for its task loss, take their cross-entropy",
                     type(self.student_model).__name__,
                     self.head.name,
                 )
                 self.head = None
-                return None
-            self._head_verified = True
-        return student
+                return False
+            seen.add(case)
+        return True
+
+    def _student_without_head(self, model: nn.Module, own: dict[str, Any]) -> LinearStudent:
+        """The student's last hidden state and its head."""
+        assert self.head is not None
+        with self.head.left_out():
+            self._own_forward(model, own, with_task=False)
+        return self.head.seen()
 
     def _fused_terms(
-        self, student: LinearStudent, targets: SoftTargets, inputs: dict[str, Any], ticket: Ticket, with_task: bool
+        self,
+        student: LinearStudent,
+        targets: SoftTargets,
+        inputs: dict[str, Any],
+        own: dict[str, Any],
+        ticket: Ticket,
+        with_task: bool,
     ) -> dict[str, LossTerm]:
         mask = self.position_rule.mask(inputs)
         check_mask(mask, student.hidden, self.args.distill_mask)
@@ -233,10 +261,10 @@ class ResponseBasedDistiller(BaseDistiller):
         terms = {"soft": soft}
         labels = None
         if with_task:
-            count = counted_labels(inputs, self._loss_shifts_labels)
+            count = counted_labels(own, self._loss_shifts_labels)
             assert count is not None
             terms["hard"] = LossTerm(soft.mean, count, kind="task")
-            labels = labels_by_row(inputs, self._loss_shifts_labels)
+            labels = labels_by_row(own, self._loss_shifts_labels)
         shared = self._shared(student.hidden, targets, student.head.weight.shape[0])
         loss = partial(combined_loss, student, targets, self._own_loss, mask=mask, labels=labels, **shared)
         means: dict[str, torch.Tensor | None]

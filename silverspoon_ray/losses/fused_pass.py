@@ -218,7 +218,8 @@ def _block_rows(rows: int, classes: int, dtype: torch.dtype, plan: Plan) -> int:
 def _product(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor, add: bool = False) -> torch.Tensor:
     """left @ right, or out + left @ right if ``add``, in ``out``, whose dtype may be wider."""
     if left.dtype == out.dtype:
-        return out.addmm_(left, right) if add else torch.mm(left, right, out=out)
+        # Not `addmm_`, which FlopCounterMode does not know.
+        return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     # Half precision into float32: a GPU can leave out the rounding in between, the CPU's kernels cannot.
     product = torch.mm(left, right, out_dtype=out.dtype) if left.is_cuda else torch.mm(left, right)
     return out.add_(product) if add else out.copy_(product)

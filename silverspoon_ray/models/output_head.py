@@ -73,18 +73,25 @@ def output_head(model: nn.Module, name: str) -> OutputHead:
 
 
 def explains(head: OutputHead, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Whether the logits of the first position are what the head makes of its hidden state.
+    """Whether the model's logits are what the head makes of its hidden states, judged at the position of the largest.
 
     Args:
         head: the head.
         hidden: what the head's layer was called with, ``[..., H]``.
-        logits: the model's, ``[..., V]`` (or the first of V classes).
+        logits: the model's, ``[..., V]``.
     """
-    if hidden.numel() == 0 or hidden.shape[:-1] != logits.shape[:-1]:
-        return hidden.shape[:-1] == logits.shape[:-1]
-    row = hidden.reshape(-1, hidden.shape[-1])[:1]
-    expected = head.first(logits.shape[-1]).to(row.device, row.dtype).logits(row).double()
-    found = logits.reshape(-1, logits.shape[-1])[:1].double()
+    if logits.shape != (*hidden.shape[:-1], head.classes):  # fewer classes would be more behind the head, too
+        return False
+    if hidden.numel() == 0:
+        return True
+    rows = logits.reshape(-1, head.classes)
+    # A soft cap shows least where logits are small; positions of padding may hold anything.
+    low, high = (edge.nan_to_num(0.0, 0.0, 0.0) for edge in rows.aminmax(dim=-1))
+    place = torch.maximum(high, -low).argmax()
+    row = hidden.reshape(-1, hidden.shape[-1])[place, None]
+    expected = head.to(row.device, row.dtype).logits(row).double()
+    found = rows[place, None].double()
     narrower = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in (row.dtype, logits.dtype))
-    scale = torch.maximum(expected.abs().max(), found.abs().max()).clamp(min=1e-6)
-    return bool(((expected - found).abs().max() <= narrower * scale).item())
+    same = expected == found  # classes that a bias of -inf bans have no difference
+    scale = torch.cat([expected, found]).nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-6)
+    return bool(((expected - found).masked_fill(same, 0.0).abs().max() <= narrower * scale).item())
