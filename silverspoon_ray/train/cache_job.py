@@ -15,6 +15,7 @@ import ray
 import ray.data
 import torch
 from ray.exceptions import RayError
+from torch.utils.data import ConcatDataset
 
 from silverspoon_ray.cluster.resources import cluster_device_type, refuse_impossible
 from silverspoon_ray.distillers.soft_targets import bytes_per_token
@@ -104,16 +105,15 @@ def fill_cache(
     on_gpu = ((placed.device_type if placed else None) or cluster_device_type()) == "cuda" and not run.args.use_cpu
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}
     refuse_impossible([bundle] * count + [{"CPU": 1.0}], f"{count} teacher(s) and a CPU for Ray Data to read with")
-    datasets = {name: _divisible(name, given) for name, given in run.datasets.items()}
-    total = sum(dataset.count() for dataset in datasets.values())
+    parts = _divisible(run.datasets)
+    total = sum(dataset.count() for dataset, _ in parts)
     say(_estimate(trainer, total))
     plan = _plan(trainer, placed is not None)
     report, begin, said = CacheReport(), time.perf_counter(), float("-inf")
-    for name, dataset in datasets.items():
-        given = trainer._given_datasets[name]
+    for dataset, rows in parts:
         done = dataset.map_batches(
             CacheFiller,
-            fn_constructor_args=(plan, None if is_ray_dataset(given) else ray.put(given), on_gpu),
+            fn_constructor_args=(plan, None if rows is None else ray.put(rows), on_gpu),
             batch_size=min(SAMPLES_PER_TASK, max(1, -(-dataset.count() // count))),
             batch_format="numpy",
             compute=ray.data.ActorPoolStrategy(size=count),
@@ -135,13 +135,27 @@ def fill_cache(
     return report
 
 
-def _divisible(name: str, given: Any) -> ray.data.Dataset:
-    """The rows of a ``ray.data`` dataset, or the numbers of those of another."""
-    if is_ray_dataset(given):
-        return given
-    if not (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
-        raise ConfigError(f"{name}_dataset", type(given).__name__, "a ray.data.Dataset, or one with a length and rows")
-    return ray.data.range(len(given))
+def _divisible(datasets: Mapping[str, Any]) -> list[tuple[ray.data.Dataset, Any]]:
+    """What the pool goes through: rows of ``ray.data`` datasets (and None), or numbers and the dataset they are of.
+
+    As few as can be, because every one starts its own pool of teachers.
+    """
+    streams, others = [], []
+    for name, given in datasets.items():
+        if is_ray_dataset(given):
+            streams.append(given)
+        elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+            others.append(given)
+        else:
+            expected = "a ray.data.Dataset, or one with a length and rows"
+            raise ConfigError(f"{name}_dataset", type(given).__name__, expected)
+    parts: list[tuple[ray.data.Dataset, Any]] = []
+    if streams:
+        parts.append((streams[0].union(*streams[1:]) if len(streams) > 1 else streams[0], None))
+    if others:
+        rows: ConcatDataset[Any] = ConcatDataset(others)
+        parts.append((ray.data.range(len(rows)), rows))
+    return parts
 
 
 def _estimate(trainer: DistillationTrainer, samples: int) -> str:

@@ -74,9 +74,10 @@ def test_then_train_without_a_teacher(case: str, tmp_path: Path) -> None:
     """Two actors fill it; the second job has nothing to do; the run's workers load no teacher, and learn the same."""
     lines: list[str] = []
     report = fill_cache(make(tmp_path, "job", **CASES[case]), actors=2, say=lines.append)
-    assert (report.samples, report.answered) == (21, 21)
+    # A distiller that has to see shapes asks for an example before it begins.
+    assert (report.samples, report.answered) == (21, 20 if case == "holistic" else 21)
     assert lines[0].startswith("21 samples")
-    assert lines[-1].startswith("21 of 21 samples, 0 were there")
+    assert lines[-1].startswith("21 of 21 samples")
     again = fill_cache(make(tmp_path, "job", **CASES[case]), say=lines.append)
     assert (again.samples, again.answered) == (21, 0)
     warm = make(tmp_path, "warm", **{**CASES[case], "teacher": only_on_the_driver})
