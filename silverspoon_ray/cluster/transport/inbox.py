@@ -211,7 +211,9 @@ class Lane:
             output = self._receive(delivery)
             error = None
         except Exception as raised:  # whatever it is, it belongs to who waits for the answer
+            # Without the frames of this thread, which refer to the error again; see Delivery.result.
             error = raised.with_traceback(None)
+            error.__context__ = None
         finally:  # also where Ray ends, and its threads with it
             self.pending.discard(delivery.number)
             delivery.settle(output, error)
