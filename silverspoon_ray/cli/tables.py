@@ -148,7 +148,9 @@ def _layout_tables(run: RunConfigFile, args: TrainingArguments) -> list[Table]:
             table.add_row(f"rank {device}", share, _size(total // placement.num_devices))
     tokens = args.per_device_train_batch_size * args.gradient_accumulation_steps * run.data.max_length
     per_worker = tokens * _bytes_per_token(run, args, teacher)
-    wire = _table("answers on the wire", "per", "size")
+    counts = f", {args.teacher_top_k}" if args.teacher_logits in ("top_k", "sampled") else ""
+    what = "features" if run.alignments is not None else f"{args.teacher_logits}{counts}"
+    wire = _table(f"answers on the wire ({what})", "per", "size")
     wire.add_row("token", _size(_bytes_per_token(run, args, teacher)))
     wire.add_row("step and student worker, at most", _size(per_worker))
     return [table, wire]
