@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from silverspoon_ray.errors import ConfigError, NotYetError
 
-SECTIONS_TO_COME = ("sweep", "cache")
+SECTIONS_TO_COME = ("sweep",)
 
 FILES = "a file, directory or glob pattern (.parquet, .jsonl, .json, .txt), or a list of them"
 MODEL = "a model directory or hub id, or {path: ..., init: random, overrides: {...}, seed: 0}"

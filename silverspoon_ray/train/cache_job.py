@@ -111,6 +111,7 @@ def fill_cache(
     plan = _plan(trainer, placed is not None)
     report, begin, said = CacheReport(), time.perf_counter(), float("-inf")
     for dataset, rows in parts:
+        dataset.context.raise_original_map_exception = True  # and not one that only holds its text
         done = dataset.map_batches(
             CacheFiller,
             fn_constructor_args=(plan, None if rows is None else ray.put(rows), on_gpu),
@@ -211,6 +212,11 @@ class CacheFiller:
     """
 
     def __init__(self, plan: WorkerPlan, dataset: Any, on_gpu: bool) -> None:
+        # Nothing here can fail: of an actor that dies at its start Ray keeps only the text of the error.
+        self.given = (plan, dataset, on_gpu)
+        self.distiller: Any = None
+
+    def _build(self, plan: WorkerPlan, dataset: Any, on_gpu: bool) -> None:
         torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1.0))))
         arguments = {**plan.arguments, "output_dir": tempfile.mkdtemp(prefix="silverspoon_ray-cache-")}
         args = TrainingArguments(**{**arguments, **({} if on_gpu else {"use_cpu": True})})
@@ -231,6 +237,8 @@ class CacheFiller:
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, list[int]]:
         """Answer what is not there; all of it is in a file when this returns."""
+        if self.distiller is None:
+            self._build(*self.given)
         samples = self._rows(rows)
         distiller = self.distiller
         assert distiller.cache is not None

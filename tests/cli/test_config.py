@@ -160,7 +160,7 @@ def test_the_schema(workplace: Path, override: str, key: str, said: str) -> None
     assert said in caught.value.expected
 
 
-@pytest.mark.parametrize("name", ["cache", "sweep"])
+@pytest.mark.parametrize("name", ["sweep"])
 def test_sections_to_come(workplace: Path, name: str) -> None:
     assert isinstance(refused(f"{name}={{}}"), NotYetError)
 
