@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from silverspoon_ray.cluster.transport.memory import SMALL, SPARE, Blocks, holders, private
+from silverspoon_ray.cluster.transport.memory import IDLE_ROUNDS, SMALL, Blocks, holders, private
 
 LARGE = 3 * SMALL
 
@@ -59,18 +59,39 @@ def test_graphs_count_as_readers() -> None:
     assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
 
 
-def test_nearly_the_same_size_shares_blocks() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [
+        ((LARGE, LARGE - 1000), LARGE),
+        ((2 * LARGE, LARGE, 3 * LARGE // 2), 2 * LARGE),
+        ((LARGE, SMALL), LARGE + SMALL),  # too different
+    ],
+)
+def test_batches_of_different_lengths_share_blocks(sizes: tuple[int, ...], together: int) -> None:
     blocks = Blocks()
-    addresses = {blocks.take(LARGE - 1000 * i).data_ptr() for i in range(5)}
-    assert len(addresses) == 1
+    for _ in range(20):
+        for size in sizes:
+            held = [blocks.take(size) for _ in range(3)]
+            assert len({block.data_ptr() for block in held}) == 3
+            del held
+    assert blocks.nbytes <= 3 * 1.13 * together
 
 
-def test_spare_blocks_are_few() -> None:
+def test_what_lies_idle_is_given_back() -> None:
     blocks = Blocks()
-    held = [blocks.take(SMALL) for _ in range(2 * SPARE)]
-    assert blocks.nbytes <= SPARE * SMALL * 1.13
-    assert len({block.data_ptr() for block in held}) == 2 * SPARE
+    held = [blocks.take(4 * LARGE) for _ in range(8)]
+    assert blocks.nbytes >= 8 * 4 * LARGE
     del held
-    blocks.take(LARGE)
+    for _ in range(IDLE_ROUNDS * 9 + 9):
+        blocks.take(LARGE)
     assert blocks.nbytes <= LARGE * 1.13, "blocks of a size that is not asked for any more"
+
+
+def test_what_is_read_for_long_is_not_written_to() -> None:
+    blocks = Blocks()
+    kept = blocks.take(LARGE).fill_(7)
+    for _ in range(IDLE_ROUNDS * 4):
+        blocks.take(LARGE).fill_(0)
+    assert bool((kept == 7).all())
+    assert blocks.nbytes <= LARGE * 1.13, "it is its reader's alone"
     assert holders(torch.ones(3)) == 1

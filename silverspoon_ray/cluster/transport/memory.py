@@ -9,7 +9,8 @@ import torch
 
 SMALL = 2**20
 """Smaller blocks come cheap: the C library keeps them for itself."""
-SPARE = 16
+IDLE_ROUNDS = 4
+"""A block is given up when all others could have been used so often since it was."""
 
 
 def holders(tensor: torch.Tensor) -> int:
@@ -37,33 +38,36 @@ class Blocks:
     """Memory to receive into, used again as soon as nobody refers to it any more.
 
     The operating system hands out large blocks page by page as they are first touched, which takes longer than to
-    receive what is put there. Blocks that have not been needed for a while are given back, so as many are kept as
-    answers are held at the same time, and at most :data:`SPARE` besides.
+    receive what is put there. As many are kept as answers are held at the same time; what then lies idle, because
+    batches have become smaller or fewer are in flight, is given back after a while.
     """
 
     def __init__(self) -> None:
-        self._blocks: list[torch.Tensor] = []  # the one that was used last comes last
+        self._blocks: list[tuple[int, torch.Tensor]] = []  # when each was used last, the latest last
+        self._clock = 0
 
     def take(self, size: int) -> torch.Tensor:
         """``uint8[size]``, on the CPU, with anything in it."""
         if size < SMALL:
             return torch.empty(size, dtype=torch.uint8)
-        capacity = _rounded(size)
-        for place, block in enumerate(self._blocks):
-            if block.numel() == capacity and holders(block) == 1:
-                del self._blocks[place]
+        self._clock += 1
+        # Batches differ in length: a block may be up to twice as large as what comes into it.
+        fitting = [place for place, (_, block) in enumerate(self._blocks) if size <= block.numel() <= 2 * size]
+        for place in reversed(fitting):
+            if holders(self._blocks[place][1]) == 1:
+                block = self._blocks.pop(place)[1]
                 break
         else:
-            # Another size is in fashion, or more answers are held than ever: what lies idle would lie idle for good.
-            self._blocks = [block for block in self._blocks if holders(block) > 1 or block.numel() == capacity]
-            block = torch.empty(capacity, dtype=torch.uint8)
-        self._blocks.append(block)
-        del self._blocks[:-SPARE]
+            block = torch.empty(_rounded(size), dtype=torch.uint8)
+        self._blocks.append((self._clock, block))
+        oldest = self._clock - IDLE_ROUNDS * len(self._blocks)
+        while self._blocks[0][0] < oldest:
+            del self._blocks[0]  # whoever may still read it has it for himself
         return block[:size]
 
     @property
     def nbytes(self) -> int:
-        return sum(block.numel() for block in self._blocks)
+        return sum(block.numel() for _, block in self._blocks)
 
 
 def _rounded(size: int) -> int:
