@@ -4,10 +4,10 @@
 
 One teacher and one student process on one machine. The teacher's forward does nothing but write its answer, and the
 student reads it once, so a step is what travelling costs. *Alone*: one answer at a time, asked for and waited for; its
-bytes by that time are the bandwidth. *Ahead*: two answers in flight, as in training. *Beside work*: two in flight, and
-the student multiplies matrices in between; what a step takes more than those. *CPU*: processor time of both processes
-for one answer, which other load on the machine hardly changes. All in turn, medians over rounds.
-Written to ``results/transport.json`` (``transport_cuda.json``) with a picture beside it. With ``--device cuda`` the
+bytes by that time are the bandwidth. *Made and read*: what of that is not travelling, measured in one process.
+*Ahead*: two answers in flight, as in training. *Beside work*: two in flight, and the student multiplies matrices in
+between; what a step takes more than those. *CPU*: processor time of both processes for one answer, which other load on
+the machine hardly changes. All in turn, medians over rounds. Written to ``results/transport.json`` (``transport_cuda.json``) with a picture beside it. With ``--device cuda`` the
 teacher has a GPU of its own and answers go through NCCL, so two GPUs are needed.
 """
 
@@ -97,6 +97,10 @@ def measured(handle: Any, rounds: int) -> dict[str, Any]:
         times: dict[str, dict[str, list[float]]] = {
             t: {"alone": [], "ahead": [], "beside": [], "cpu": []} for t in TRANSPORTS
         }
+        begin = time.perf_counter()
+        for _ in range(3 * steps):
+            read(Writes().to(DEVICE)(batch["numbers"]))
+        found[name] = {"made_and_read_ms": round((time.perf_counter() - begin) / (3 * steps) * 1e3, 3)}
         for stream in streams.values():
             alone(stream, batch, 3)  # connections, memory of the store that was never touched
         for _ in range(rounds):
@@ -110,7 +114,6 @@ def measured(handle: Any, rounds: int) -> dict[str, Any]:
                     work()
                 pure = (time.perf_counter() - begin) / steps
                 times[transport]["beside"].append(ahead(stream, batch, steps, work) - pure)
-        found[name] = {}
         for transport in TRANSPORTS:
             medians = {way: statistics.median(seconds) for way, seconds in times[transport].items()}
             found[name][transport] = {

@@ -111,7 +111,13 @@ class TrainingArguments(transformers.TrainingArguments):
     teacher_wire_dtype: str | None = field(
         default=None, metadata={"help": "dtype on the wire; None: the teacher's own, bit-exact."}
     )
-    teacher_transport: str = field(default="auto", metadata={"help": "auto, object_store or collective."})
+    teacher_transport: str = field(
+        default="auto",
+        metadata={
+            "help": "How a dedicated teacher's answers come. object_store: Ray's shared memory. collective: rank to "
+            "rank, by NCCL or Gloo. auto: on GPUs collective where a trial shows that it works, else object_store."
+        },
+    )
     teacher_cache: str | None = field(
         default=None, metadata={"help": "Directory or URI of a cache of teacher outputs, read first, written through."}
     )
