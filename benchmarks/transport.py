@@ -7,8 +7,9 @@ student reads it once, so a step is what travelling costs. *Alone*: one answer a
 bytes by that time are the bandwidth. *Made and read*: what of that is not travelling, measured in one process.
 *Ahead*: two answers in flight, as in training. *Beside work*: two in flight, and the student multiplies matrices in
 between; what a step takes more than those. *CPU*: processor time of both processes for one answer, which other load on
-the machine hardly changes. All in turn, medians over rounds. Written to ``results/transport.json`` (``transport_cuda.json``) with a picture beside it. With ``--device cuda`` the
-teacher has a GPU of its own and answers go through NCCL, so two GPUs are needed.
+the machine hardly changes. All in turn, medians over rounds. Written to ``results/transport.json``
+(``transport_cuda.json``) with a picture beside it. With ``--device cuda`` the teacher has a GPU of its own and answers
+go through NCCL, so two GPUs are needed.
 """
 
 from __future__ import annotations

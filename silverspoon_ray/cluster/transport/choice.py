@@ -35,8 +35,8 @@ def chosen_inbox(handle: TeacherHandle, transport: str) -> Inbox | None:
     if transport not in ("collective", "auto"):
         raise ConfigError("transport", transport, "object_store, collective or auto")
     # On CPUs of one machine the object store hands over shared memory, which nothing that goes through a socket beats:
-    # the collective transport gave 0.66 of its speed at 32 MB, 0.8 at 8 MB, 1.3 times as much at 1 MB
-    # (benchmarks/results/transport.json, two answers ahead).
+    # the collective transport has 0.6 to 0.7 of its speed at 32 MB, and is not clearly faster at any size
+    # (benchmarks/results/transport.json).
     if transport == "auto" and not on_gpu():
         return None
     try:
