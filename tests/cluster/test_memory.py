@@ -63,7 +63,7 @@ def test_a_thousand_steps(prefetch: int) -> None:
     # The batches that were asked for and not used are those in flight when training ended.
     assert STEPS <= forwards <= STEPS + prefetch
     slack = 64 * 1024  # headers and alignment of the objects
-    # Ray gives back what nobody refers to a moment later, on a busy machine a longer one: seen now and then, not mostly.
+    # Ray gives back what nobody refers to a moment later; on a busy machine that is seen, now and then.
     usual = sorted(watch.store)[len(watch.store) * 9 // 10]
     assert usual - before <= prefetch * (PAYLOAD + slack)
     assert max(watch.store) - before <= 2 * prefetch * (PAYLOAD + slack)
