@@ -14,20 +14,17 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from silverspoon_ray.distillers.attached import detach_projectors
+from silverspoon_ray.distillers.batches import BatchesAhead
+from silverspoon_ray.distillers.cached import cached_teacher, check_cache
 from silverspoon_ray.distillers.callbacks import CacheCallback, ProfilerCallback, StepClock
 from silverspoon_ray.distillers.checkpoint import SafeCheckpoints
 from silverspoon_ray.distillers.diagnostics import WeightWatcherCallback
-from silverspoon_ray.distillers.evaluation import ExactEvaluation
-from silverspoon_ray.distillers.loading import install_lookahead, loader_of, own_rows_loader
 from silverspoon_ray.distillers.masks import PositionRule
 from silverspoon_ray.distillers.metrics import EvaluationMeter, TrainingMeter
 from silverspoon_ray.distillers.task_loss import TaskLossTraits, counted_labels, cross_entropy
 from silverspoon_ray.distillers.terms import LossTerm, combine
 from silverspoon_ray.errors import CacheError, ConfigError
-from silverspoon_ray.teacher.cache.entries import DECODER_POSITIONS
-from silverspoon_ray.teacher.cache.identity import TeacherIdentity, teacher_identity
-from silverspoon_ray.teacher.cache.manifest import tokenizer_hash
-from silverspoon_ray.teacher.cache.place import Place
+from silverspoon_ray.teacher.cache.identity import teacher_identity
 from silverspoon_ray.teacher.cache.teacher import AbsentTeacher, CachedTeacher
 from silverspoon_ray.teacher.compiled import CompiledLayers, compile_settings
 from silverspoon_ray.teacher.distributed import shard_local
@@ -43,7 +40,7 @@ logger = logging.getLogger(__name__)
 PrepareInputs = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class BaseDistiller(ExactEvaluation, SafeCheckpoints):
+class BaseDistiller(BatchesAhead, SafeCheckpoints):
     """A Hugging Face ``Trainer`` whose student learns from a teacher.
 
     Subclasses say what is compared: :meth:`distillation_terms` computes it, :meth:`teacher_request` declares what of
@@ -83,11 +80,7 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
                 "args", type(args).__name__, "silverspoon_ray.TrainingArguments, which knows our keywords"
             )
         self.check_arguments(args)
-        if args.teacher_cache is not None:
-            if teacher_model is kwargs.get("model"):
-                expected = "None where the teacher is the student itself, whose answers change with every step"
-                raise CacheError("teacher_cache", args.teacher_cache, expected)
-            Place(args.teacher_cache).make()
+        check_cache(args, teacher_model, kwargs.get("model"))
         if isinstance(kwargs.get("model"), nn.Module):
             detach_projectors(kwargs["model"])  # of an earlier distiller
         super().__init__(args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
@@ -145,30 +138,9 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         self.stream_request = replace(self.teacher_request(), transport=args.teacher_transport)
         self.cache: CachedTeacher | None = None
         if identity is not None:
-            self.teacher = self.cache = self._cached_teacher(identity, kwargs.get("processing_class"))
+            self.teacher = self.cache = cached_teacher(self, identity)
             self.add_callback(CacheCallback(self.cache.flush))
         self.stream = self.teacher.open(self.stream_request)
-
-    def _cached_teacher(self, identity: TeacherIdentity, processing_class: Any) -> CachedTeacher:
-        """The teacher behind ``args.teacher_cache``."""
-
-        def any_rank(asks: bool) -> bool:
-            asking = torch.tensor([float(asks)], device=self.args.device)
-            return bool(self.accelerator.reduce(asking, reduction="sum").item() > 0)
-
-        # A teacher that is spread over the student's processes is asked by all of them or by none.
-        sharded = self.args.teacher_placement == "sharded" and isinstance(self.teacher, LocalTeacher)
-        assert self.args.teacher_cache is not None
-        precision = None if self.teacher.dedicated else self.accelerator.mixed_precision
-        return CachedTeacher(
-            self.teacher,
-            self.args.teacher_cache,
-            tokenizer=tokenizer_hash(processing_class),
-            identity=identity,
-            whole=self.args.distill_mask == "none",
-            autocast=None if precision == "no" else precision,
-            in_step=any_rank if sharded and self.accelerator.num_processes > 1 else None,
-        )
 
     @classmethod
     def check_arguments(cls, args: TrainingArguments) -> None:
@@ -379,15 +351,6 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
     def _targets(self) -> frozenset[str]:
         return NEVER_SENT | frozenset(self.label_names)
 
-    def _teacher_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        if self.prepare_teacher_inputs is not None:
-            return self.prepare_teacher_inputs(dict(batch))
-        chosen = self.select_teacher_inputs(with_decoder_inputs(self.student_model, dict(batch)))
-        if self.cache is not None and self.compares_logits:  # only then do the labels say what counts
-            positions = self.position_rule.decoder_positions(batch)
-            chosen |= {} if positions is None else {DECODER_POSITIONS: positions}
-        return chosen
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -402,68 +365,6 @@ class BaseDistiller(ExactEvaluation, SafeCheckpoints):
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         return self._reported_loss if self._reported_loss is not None else loss
-
-    # ---- data ----------------------------------------------------------------------------
-
-    def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of the next optimizer step, with what counts in them."""
-        self.clock.start()
-        # Here, because this is the one place that sees every training iterator before its first batch.
-        self._with_lookahead(loader_of(epoch_iterator), training=True)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
-
-    def get_train_dataloader(self) -> Any:
-        if not getattr(self.train_dataset, "divided_by_rank", False):
-            return super().get_train_dataloader()
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="Training")
-        return own_rows_loader(self.train_dataset, self._train_batch_size, collate, self.args)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._with_lookahead(super().get_eval_dataloader(eval_dataset), training=False)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        return self._with_lookahead(super().get_test_dataloader(test_dataset), training=False)
-
-    def _with_lookahead(self, loader: Any, training: bool) -> Any:
-        depth = self.args.teacher_prefetch if self.args.overlap_teacher_forward is not False else 0
-        # What an evaluation waits for is no part of the training step's time.
-        traffic = self.teacher_traffic if training else TeacherTraffic()
-        installed = install_lookahead(
-            loader,
-            self.args,
-            training=training,
-            teacher_inputs=self._teacher_batch,
-            window=(lambda: Window(self.stream, depth, traffic)) if self.teacher.dedicated else None,
-            depth=depth,
-            resume_position=self._resume_position,
-        )
-        if training and loader is not None:
-            self._resume_position = None  # of the first epoch after resuming, and no other
-        return installed
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Count what enters the losses of one optimizer step, over its micro-batches and all ranks."""
-        tickets = [batch[TICKET_KEY] for batch in batch_samples if isinstance(batch, Mapping) and TICKET_KEY in batch]
-        if not tickets or len(tickets) < len(batch_samples):
-            return super()._get_num_items_in_batch(batch_samples, device)
-        self.leave_out_repeated(batch_samples[-1])
-        totals: dict[str, torch.Tensor | None] = {}
-        for batch in map(self.position_rule.without_padding, batch_samples):
-            own = 0 if batch[TICKET_KEY].repeated else 1
-            for kind, count in self.counted(batch).items():
-                before = totals.get(kind, torch.zeros((), dtype=torch.int64, device=device))
-                totals[kind] = None if before is None or count is None else before + count * own
-        known = {kind: total for kind, total in totals.items() if total is not None}
-        sums = torch.stack(list(known.values()))
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            sums = self.accelerator.gather(sums.unsqueeze(0)).sum(dim=0)
-        items = dict(zip(known, sums.clamp(min=1), strict=True))
-        for ticket in tickets:
-            ticket.items = items
-            ticket.share = 1 / len(batch_samples)
-        return items.get("task")
 
     # ---- logs and checkpoints ------------------------------------------------------------
 
