@@ -148,7 +148,7 @@ def picture(result: dict[str, Any], path: str) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("steps in the time of one step of silverspoon-kd, on the same two cores")
     axes.set_title(result["workload"], fontsize=9)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.4, -0.13))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
