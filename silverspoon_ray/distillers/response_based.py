@@ -19,7 +19,6 @@ from silverspoon_ray.distillers.masks import check_mask
 from silverspoon_ray.distillers.soft_targets import (
     SoftTargetReader,
     check_form,
-    classes_of_targets,
     is_ours,
 )
 from silverspoon_ray.distillers.student_head import StudentHead
@@ -298,7 +297,7 @@ class ResponseBasedDistiller(BaseDistiller):
             raise VocabularyError(
                 "logits", (tuple(rows), tuple(student.shape[:-1])), "teacher and student logits for the same positions"
             )
-        theirs = classes_of_targets(targets) or self.stream_request.classes
+        theirs = targets.classes or self.stream_request.classes
         own = student.shape[-1] if classes is None else classes
         return {} if theirs is None or theirs == own else {"classes": self._common_size(theirs, own)}
 

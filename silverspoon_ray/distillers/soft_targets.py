@@ -126,10 +126,3 @@ class SoftTargetReader:
         logits = (answer.owned() if owned else answer).logits
         assert logits is not None
         return logits
-
-
-def classes_of_targets(targets: SoftTargets) -> int | None:
-    """How many classes they know; None: they were taken from classes that the student has."""
-    if isinstance(targets, LogitTargets):
-        return targets.logits.shape[-1]
-    return targets.head.weight.shape[0] if isinstance(targets, HiddenTargets) else None

@@ -76,20 +76,11 @@ class HiddenTargets:
 
 
 @dataclass(frozen=True)
-class TopKTargets:
-    """The k most probable classes and the mass of the others.
-
-    Attributes:
-        indices: [..., k], integers (uint16, int32, int64), no class twice in a row.
-        log_probs: [..., k + 1], floating: log p of those at the loss's temperature, then the logarithm of the remaining
-            mass, which is -inf if there is none.
-    """
+class _SomeClasses:
+    """What is known of some classes of each row; how many there are in all it does not say."""
 
     indices: torch.Tensor
     log_probs: torch.Tensor
-
-    def __post_init__(self) -> None:
-        _check_indexed(self.indices, self.log_probs, extra=1)
 
     @property
     def rows(self) -> torch.Size:
@@ -105,7 +96,21 @@ class TopKTargets:
 
 
 @dataclass(frozen=True)
-class SampledTargets:
+class TopKTargets(_SomeClasses):
+    """The k most probable classes and the mass of the others.
+
+    Attributes:
+        indices: [..., k], integers (uint16, int32, int64), no class twice in a row.
+        log_probs: [..., k + 1], floating: log p of those at the loss's temperature, then the logarithm of the remaining
+            mass, which is -inf if there is none.
+    """
+
+    def __post_init__(self) -> None:
+        _check_indexed(self.indices, self.log_probs, extra=1)
+
+
+@dataclass(frozen=True)
+class SampledTargets(_SomeClasses):
     """Draws from the teacher's distribution at the loss's temperature.
 
     Attributes:
@@ -113,23 +118,8 @@ class SampledTargets:
         log_probs: [..., n], floating: log p of each.
     """
 
-    indices: torch.Tensor
-    log_probs: torch.Tensor
-
     def __post_init__(self) -> None:
         _check_indexed(self.indices, self.log_probs, extra=0)
-
-    @property
-    def rows(self) -> torch.Size:
-        return self.indices.shape[:-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.indices.device
-
-    @property
-    def classes(self) -> int | None:
-        return None
 
 
 SoftTargets = LogitTargets | HiddenTargets | TopKTargets | SampledTargets
