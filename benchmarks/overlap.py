@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -23,40 +21,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import ray
 import torch
-import transformers
 
 import silverspoon_ray
 from benchmarks.machine import machine, write
-from benchmarks.step_time import WARM_UP, Constant, StepTimes, llama, teacher_alone
+from benchmarks.step_time import BATCH, LENGTH, Constant, distil, llama, teacher_alone
 from silverspoon_ray import TeacherGroup, TeacherPlacement
 
-VOCABULARY, WIDTH, BATCH, LENGTH = 1024, 256, 8, 128
+VOCABULARY, WIDTH = 1024, 256
 # Layers of teacher and student. A student's step is three forwards, so at 3:1 both cost the same.
 PAIRS = {"1:4": (3, 4), "1:2": (6, 4), "1:1": (12, 4), "2:1": (12, 2), "4:1": (12, 1)}
 
 
 def student_run(teacher: Any, layers: int, data: Any, steps: int, **arguments: Any) -> tuple[float, dict[str, Any]]:
     """Seconds per step, and the last log."""
-    args = silverspoon_ray.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=steps + WARM_UP,
-        per_device_train_batch_size=BATCH,
-        logging_steps=steps + WARM_UP,
-        save_strategy="no",
-        disable_tqdm=True,
-        **arguments,
-    )
-    times = StepTimes()
-    distiller = silverspoon_ray.ResponseBasedDistiller(
-        student_model=llama(WIDTH, layers, VOCABULARY, 1),
-        teacher_model=teacher,
-        train_dataset=data,
-        args=args,
-        callbacks=[times],
-    )
-    distiller.remove_callback(transformers.PrinterCallback)
-    distiller.train()
-    return times.seconds_per_step(), next(row for row in distiller.state.log_history if "loss" in row)
+    return distil(silverspoon_ray, teacher, llama(WIDTH, layers, VOCABULARY, 1), data, steps, **arguments)
 
 
 def busy(group: TeacherGroup) -> tuple[float, int]:
@@ -100,7 +78,6 @@ def measured(
                     "of the sum": step / (alone + student),
                 }
             )
-            time.sleep(0.5)
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
