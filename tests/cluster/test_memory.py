@@ -63,10 +63,7 @@ def test_a_thousand_steps(prefetch: int) -> None:
     # The batches that were asked for and not used are those in flight when training ended.
     assert STEPS <= forwards <= STEPS + prefetch
     slack = 64 * 1024  # headers and alignment of the objects
-    # Ray gives back what nobody refers to a moment later; on a busy machine that is seen, now and then.
-    usual = sorted(watch.store)[len(watch.store) * 9 // 10]
-    assert usual - before <= prefetch * (PAYLOAD + slack)
-    assert max(watch.store) - before <= 2 * prefetch * (PAYLOAD + slack)
+    assert max(watch.store) - before <= prefetch * (PAYLOAD + slack)
     assert max(watch.store) - before > 0, "the store was never seen in use: this test would prove nothing"
     for index, name in enumerate(("student", "teacher")):
         settled, end = watch.resident[SETTLED][index], watch.resident[STEPS][index]
